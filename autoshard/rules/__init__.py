@@ -1,0 +1,1 @@
+"""Sharding rules: how an operator may run on one mesh axis (the language in `language`, one table a family)."""
