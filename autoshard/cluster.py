@@ -160,9 +160,6 @@ def slower(first: Link, second: Link) -> Link:
     return replace(thin, latency_s=latency_s, lanes=lanes)
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
 _SPEC = re.compile(r"\s*(\d+)\s*[xX]\s*(\d+)\s*@\s*(\S+)\s*")
 _SPEC_HELP = 'write NODESxDEVICES@TYPE, for example "2x8@A100-80GB" or "1x4@cpu", or the path of a TOML file'
 
@@ -186,19 +183,15 @@ def device_types() -> tuple[str, ...]:
 def _parse_group(text: str, whole: str) -> DeviceGroup:
     match = _SPEC.fullmatch(text)
     if match is None:
-        raise BadCluster(f"'{text}' is not a cluster", where=_place(whole), help=_SPEC_HELP)
+        raise BadCluster(f"'{text}' is not a cluster", where=f"cluster '{whole}'", help=_SPEC_HELP)
     nodes, count = int(match[1]), int(match[2])
     for number, name in ((nodes, "nodes"), (count, "devices per node")):
         if number < 1:
-            raise BadCluster(f"{name} is {number}", where=_place(whole), help=f"{name} must be 1 or more")
+            raise BadCluster(f"{name} is {number}", where=f"cluster '{whole}'", help=f"{name} must be 1 or more")
     known = _known(match[3])
     if known is None:
-        raise BadCluster(f"'{match[3]}' is not a device type", where=_place(whole), help=_near(match[3]))
+        raise BadCluster(f"'{match[3]}' is not a device type", where=f"cluster '{whole}'", help=_near(match[3]))
     return _group(known, {}, nodes, count, whole)
-
-
-def _place(whole: str) -> str:
-    return f"cluster '{whole}'"
 
 
 def _read_file(path: Path) -> Cluster:
@@ -235,8 +228,8 @@ def _read_group(table: Mapping[str, Any], file: str, prefix: str) -> DeviceGroup
             raise BadCluster(f"{name} is not a table", where=f"{file}, {prefix}{name}", help=f"write [groups.{name}]")
     known = _known(kind)
     if known is None and "device" not in table:
-        where = f"{file}, {prefix}type"
-        raise BadCluster(f"'{kind}' is not a device type", where=where, help=f"{_near(kind)}, or describe it in [groups.device]")
+        way_out = f"{_near(kind)}, or describe it in [groups.device]"
+        raise BadCluster(f"'{kind}' is not a device type", where=f"{file}, {prefix}type", help=way_out)
     entry = known or (kind, {})
     nodes, count = (_whole(table[name], file, f"{prefix}{name}") for name in ("nodes", "devices_per_node"))
     return _group(entry, table, nodes, count, file, prefix)
@@ -285,7 +278,8 @@ def _device_field(key: str, value: Any, file: str, where: str) -> Any:
         if not isinstance(value, dict) or "float32" not in value:
             raise BadCluster("peak_flops lacks float32", where=f"{file}, {where}", help=_ALLOWED["peak_flops"])
         _only(value, DTYPES, file, f"{where}.")
-        return tuple((name, _number(value[name], file, f"{where}.{name}", above=True)) for name in DTYPES if name in value)
+        given = [name for name in DTYPES if name in value]
+        return tuple((name, _number(value[name], file, f"{where}.{name}", above=True)) for name in given)
     if key == "processors":
         return _whole(value, file, where)
     if key == "backend":
@@ -302,32 +296,32 @@ def _number(value: Any, file: str, where: str, *, above: bool) -> float:
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not good or not (0 < value < float("inf") if above else 0 <= value < float("inf")):
         allowed = "a number above 0" if above else "a number, 0 or more"
-        raise BadCluster(f"{_last(where)} is {value!r}", where=f"{file}, {where}", help=f"give {allowed}")
+        raise _refusal(value, file, where, f"give {allowed}")
     return float(value)
 
 
 def _share(value: Any, file: str, where: str) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
-        raise BadCluster(f"{_last(where)} is {value!r}", where=f"{file}, {where}", help="give a number above 0, at most 1")
+        raise _refusal(value, file, where, "give a number above 0, at most 1")
     return float(value)
 
 
 def _whole(value: Any, file: str, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BadCluster(f"{_last(where)} is {value!r}", where=f"{file}, {where}", help="give a whole number, 1 or more")
+        raise _refusal(value, file, where, "give a whole number, 1 or more")
     return value
 
 
-def _last(where: str) -> str:
-    return where.rsplit(".", 1)[-1]
+def _refusal(value: Any, file: str, where: str, allowed: str) -> BadCluster:
+    return BadCluster(f"{where.rsplit('.', 1)[-1]} is {value!r}", where=f"{file}, {where}", help=allowed)
 
 
 def _only(table: Mapping[str, Any], allowed: tuple[str, ...], file: str, prefix: str) -> None:
     for key in table:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, 1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            raise BadCluster(f"field '{key}' is unknown", where=f"{file}, {prefix}{key}", help=f"{hint}allowed: {', '.join(allowed)}")
+            hint = (f"did you mean '{near[0]}'? " if near else "") + f"allowed: {', '.join(allowed)}"
+            raise BadCluster(f"field '{key}' is unknown", where=f"{file}, {prefix}{key}", help=hint)
 
 
 _DEVICE_FIELDS = tuple(field.name for field in fields(Device) if field.name != "type")
@@ -336,16 +330,13 @@ _ALLOWED: Mapping[str, str] = {
     "type": 'give a device type, for example type = "A100-80GB"',
     "nodes": "give a whole number, 1 or more",
     "devices_per_node": "give a whole number, 1 or more",
-    "peak_flops": "give operations a second by dtype, for example peak_flops = { float32 = 19.5e12, bfloat16 = 312e12 }",
+    "peak_flops": "give operations a second by dtype: peak_flops = { float32 = 19.5e12, bfloat16 = 312e12 }",
     "memory_bytes": "give a number above 0, for example memory_bytes = 80e9",
     "memory_bandwidth_bytes_per_s": "give a number above 0, for example memory_bandwidth_bytes_per_s = 2039e9",
     "backend": 'give "nccl" or "gloo"',
     "latency_s": "give seconds, 0 or more, for example latency_s = 5e-6",
     "bandwidth_bytes_per_s": "give a number above 0, for example bandwidth_bytes_per_s = 25e9",
 }
-
-
-# --- known types ---------------------------------------------------------------------------------------------------
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -380,9 +371,6 @@ def _near(name: str) -> str:
     if near:
         return f"did you mean {', '.join(near)}?"
     return f"known types: {', '.join(_catalogue())}"
-
-
-# --- writing -------------------------------------------------------------------------------------------------------
 
 
 def to_toml(cluster: Cluster) -> str:

@@ -1,1 +1,1 @@
-"""What things cost on a cluster: seconds of operators, collectives and conversions, bytes of memory, time of a schedule."""
+"""What things cost on a cluster: seconds of operators, collectives, conversions and schedules, bytes of memory."""

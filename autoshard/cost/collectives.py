@@ -165,7 +165,7 @@ def collective(name: str, shapes: Sequence[GroupShape], size_bytes: Bytes) -> By
     }
     slowest = functions[name](shapes[0], size_bytes)
     for shape in shapes[1:]:
-        slowest = np.maximum(slowest, functions[name](shape, size_bytes))  # type: ignore[assignment]
+        slowest = np.maximum(slowest, functions[name](shape, size_bytes))
     return slowest
 
 

@@ -16,17 +16,28 @@ from autoshard.cluster import Device
 from autoshard.program import Operand, Operator, TensorType
 
 VIEWS = frozenset(
-    "alias as_strided broadcast_to chunk detach diagonal expand flatten lift_fresh movedim narrow permute ravel reshape "
-    "select slice split split_with_sizes squeeze swapaxes swapdims t transpose unbind unflatten unfold unsafe_chunk "
-    "unsafe_split unsafe_split_with_sizes unsqueeze view view_as _reshape_alias _unsafe_view".split()
-)
+    (
+        "alias", "as_strided", "broadcast_to", "chunk", "detach", "diagonal", "expand", "flatten", "lift_fresh",
+        "movedim", "narrow", "permute", "ravel", "reshape", "select", "slice", "split", "split_with_sizes",
+        "squeeze", "swapaxes", "swapdims", "t", "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk",
+        "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view", "view_as", "_reshape_alias",
+        "_unsafe_view",
+    )
+)  # fmt: skip
 """Free forward: strides change, bytes do not move (a copy that a reshape needs is not known from shapes)."""
 
-_CUTTING_VIEWS = frozenset("chunk diagonal narrow select slice split split_with_sizes unbind unfold".split())
+_CUTTING_VIEWS = frozenset(
+    (
+        "chunk", "diagonal", "narrow", "select", "slice", "split", "split_with_sizes", "unbind", "unfold",
+    )
+)  # fmt: skip
 _LINEAR = frozenset(
-    "add sub rsub neg sum mean cumsum cat stack to _to_copy clone contiguous roll flip repeat pad constant_pad_nd "
-    "index_select index gather tril triu masked_fill avg_pool2d upsample_nearest2d scatter scatter_add".split()
-)
+    (
+        "add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "cat", "stack", "to", "_to_copy", "clone",
+        "contiguous", "roll", "flip", "repeat", "pad", "constant_pad_nd", "index_select", "index", "gather",
+        "tril", "triu", "masked_fill", "avg_pool2d", "upsample_nearest2d", "scatter", "scatter_add",
+    )
+)  # fmt: skip
 """Backward reads nothing but the gradient (and masks or indices)."""
 
 _GRADIENT_PASSES = frozenset(("add", "sub"))
@@ -40,9 +51,11 @@ _PASSES: Mapping[str, float] = {
 """Times an operator goes over its bytes beyond once."""
 
 _TRANSCENDENTAL = frozenset(
-    "exp log log_softmax _log_softmax softmax _softmax gelu silu sigmoid tanh sin cos erf pow softplus mish "
-    "cross_entropy_loss logsumexp elu selu".split()
-)
+    (
+        "exp", "log", "log_softmax", "_log_softmax", "softmax", "_softmax", "gelu", "silu", "sigmoid", "tanh",
+        "sin", "cos", "erf", "pow", "softplus", "mish", "cross_entropy_loss", "logsumexp", "elu", "selu",
+    )
+)  # fmt: skip
 _TRANSCENDENTAL_FLOPS = 20.0
 
 _TILES = ((128, 1.0), (64, 0.8), (32, 0.45))  # edge, share of the rate
@@ -66,7 +79,7 @@ class Product:
 
 
 def base_name(name: str) -> str:
-    """"linear" for "aten.linear.default"."""
+    """ "linear" for "aten.linear.default"."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else name
 

@@ -61,6 +61,20 @@ class ConversionPrice:
 
 
 @dataclass(frozen=True)
+class ConversionTables:
+    """Prices as arrays [source, target]; fields as in `ConversionPrice`."""
+
+    forward_s: Floats
+    backward_s: Floats
+    transient_bytes: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
 class LocalCosts:
     """What local steps (slice, pad, mask) cost: seconds a kernel and bytes a second of device memory."""
 
@@ -99,6 +113,12 @@ class Structure:
             value = value * len(self.placements) + self.placements.index(placement)
         return value
 
+    @cached_property
+    def leaving(self) -> tuple[Ints, Ints]:
+        """Steps in the order of the layouts that they leave, and where in it each layout's steps start."""
+        order = np.argsort(self.tails, kind="stable")
+        return order, np.searchsorted(self.tails[order], np.arange(len(self.layouts)))
+
     def layout(self, number: int) -> Layout:
         """Layout of a number."""
         return tuple(self.placements[index] for index in self.layouts[number])
@@ -132,15 +152,6 @@ def structure(dims: tuple[int, ...], axes: int) -> Structure:
     return Structure(placements, layouts, tails, heads, of_axis, kinds)
 
 
-@lru_cache(maxsize=256)
-def _outgoing(sharded: tuple[Placement, ...], axes: int) -> list[Ints]:
-    """Steps that leave each layout, in their fixed order."""
-    graph = structure(tuple(placement.dim or 0 for placement in sharded), axes)
-    order = np.argsort(graph.tails, kind="stable")
-    starts = np.searchsorted(graph.tails[order], np.arange(1, len(graph.layouts)))
-    return np.split(order, starts)
-
-
 @dataclass(frozen=True)
 class LayoutGraph:
     """The priced steps between all layouts of one tensor type.
@@ -152,7 +163,7 @@ class LayoutGraph:
     sizes: tuple[int, ...]
     shapes: tuple[tuple[GroupShape, ...], ...]
     local: LocalCosts
-    _paths: dict[int, Floats] = field(default_factory=dict, repr=False, compare=False)
+    _next: dict[int, Ints] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def active(self) -> tuple[int, ...]:
@@ -214,56 +225,67 @@ class LayoutGraph:
             return self.local.launch_s + 2 * after / self.local.memory_bandwidth
         return collective(name, shapes, np.maximum(before, after))
 
-    def _distances(self, targets: Sequence[int]) -> None:
-        """Fill `_paths`: target -> seconds from every layout."""
-        wanted = sorted(set(targets) - self._paths.keys())
+    def _route(self, targets: Sequence[int]) -> None:
+        """Fill `_next`: target -> the step to take next from every layout (any step, where one has arrived)."""
+        wanted = sorted(set(targets) - self._next.keys())
         if not wanted:
             return
-        graph = self.structure
+        graph, count = self.structure, len(self.structure.layouts)
         lengths = sum(self.seconds) + _STEP_S
-        count = len(graph.layouts)
         backwards = csr_array((lengths, (graph.heads, graph.tails)), shape=(count, count))
-        rows = dijkstra(backwards, directed=True, indices=wanted)
-        self._paths.update(zip(wanted, rows, strict=True))
+        order, starts = graph.leaving
+        for target, left in zip(wanted, dijkstra(backwards, directed=True, indices=wanted), strict=True):
+            through = (lengths + left[graph.heads])[order]
+            best = np.minimum.reduceat(through, starts)
+            # The first of the best, a tenth of a step's length apart at most: float noise decides nothing.
+            good = through <= best[graph.tails[order]] + _STEP_S / 10
+            first = np.minimum.reduceat(np.where(good, np.arange(len(order)), len(order)), starts)
+            self._next[target] = order[first]
 
     def _number(self, layout: Layout) -> int:
         return self.structure.number(tuple(layout[axis] for axis in self.active))
 
-    def table(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> Floats:
-        """Seconds, forward and backward, from every source (rows) to every target (columns), exact to 10 picoseconds."""
+    def tables(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> ConversionTables:
+        """Prices from every source (rows) to every target (columns), the same as `convert` gives one by one."""
+        forward_s, backward_s, peak = (np.zeros((len(sources), len(targets))) for _ in range(3))
         if not self.active:
-            return np.zeros((len(sources), len(targets)))
-        rows, columns = [self._number(layout) for layout in sources], [self._number(layout) for layout in targets]
-        self._distances(columns)
-        return np.stack([self._paths[column][rows] for column in columns], axis=1)
-
-    @property
-    def _outgoing(self) -> list[Ints]:
-        return _outgoing(self.structure.placements[3:], len(self.active))
+            return ConversionTables(forward_s, backward_s, peak)
+        rows = np.array([self._number(layout) for layout in sources], dtype=np.int64)
+        columns = [self._number(layout) for layout in targets]
+        self._route(columns)
+        forward, backward = self.seconds
+        for column, goal in enumerate(columns):
+            here, entering = rows, np.zeros(len(rows))
+            going = here != goal
+            while going.any():
+                step = self._next[goal][here]
+                there = self.structure.heads[step]
+                alive = entering + self.local_bytes[there]
+                forward_s[:, column] += np.where(going, forward[step], 0.0)
+                backward_s[:, column] += np.where(going, backward[step], 0.0)
+                peak[:, column] = np.where(going, np.maximum(peak[:, column], alive), peak[:, column])
+                here, entering = np.where(going, there, here), self.local_bytes[there]
+                going = here != goal
+        return ConversionTables(forward_s, backward_s, peak)
 
     def convert(self, source: Layout, target: Layout) -> ConversionPrice:
         """The cheapest sequence from `source` to `target`."""
         if not self.active:
             return ConversionPrice((), 0.0, 0.0, 0)
         graph, here, goal = self.structure, self._number(source), self._number(target)
-        self._distances([goal])
-        left, (forward, backward) = self._paths[goal], self.seconds
+        self._route([goal])
+        forward, backward = self.seconds
         steps: list[Step] = []
-        forward_s = backward_s = 0.0
-        peak = 0.0
+        forward_s = backward_s = entering = peak = 0.0
         while here != goal:
-            edges = self._outgoing[here]
-            through = forward[edges] + backward[edges] + _STEP_S + left[graph.heads[edges]]
-            # The first of the best, a tenth of a step's length apart at most: float noise decides nothing.
-            edge = int(edges[np.argmax(through <= through.min() + _STEP_S / 10)])
+            edge = int(self._next[goal][here])
             there = int(graph.heads[edge])
             before, after = self._whole(graph.layout(here), target), self._whole(graph.layout(there), target)
             axis = self.active[int(graph.axes[edge])]
             steps.append(Step(axis, before[axis], after[axis], before, after))
             forward_s, backward_s = forward_s + float(forward[edge]), backward_s + float(backward[edge])
-            entering = self.local_bytes[here] if len(steps) > 1 else 0.0
-            peak = max(peak, entering + self.local_bytes[there])
-            here = there
+            peak = max(peak, entering + float(self.local_bytes[there]))
+            here, entering = there, float(self.local_bytes[there])
         return ConversionPrice(tuple(steps), forward_s, backward_s, int(peak))
 
     def _whole(self, layout: Layout, target: Layout) -> Layout:

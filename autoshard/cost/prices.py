@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.cluster import Cluster, Device
 from autoshard.cost.collectives import Floats, GroupShape, axis_shapes, collective, transfer
 from autoshard.cost.compute import operator_seconds
-from autoshard.cost.convert import ConversionPrice, LayoutGraph, LocalCosts
+from autoshard.cost.convert import ConversionPrice, ConversionTables, LayoutGraph, LocalCosts
 from autoshard.placement import Layout
 from autoshard.plan import Mesh
 from autoshard.program import Operator, TensorType
@@ -122,7 +122,13 @@ class Prices:
 
     def conversion_table(self, type: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> Floats:
         """Seconds, forward and backward, from every source (rows) to every target (columns)."""
-        return self.graph(type).table(sources, targets)
+        return self.conversion_tables(type, sources, targets).total_s
+
+    def conversion_tables(
+        self, type: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
+    ) -> ConversionTables:
+        """Forward seconds, backward seconds and transient bytes from every source (rows) to every target (columns)."""
+        return self.graph(type).tables(sources, targets)
 
     def once(self, type: TensorType, source: Layout, target: Layout) -> ConversionPrice:
         """The conversion of a parameter done once a step: source forward, its gradient's sum backward."""
