@@ -15,10 +15,10 @@ def _convolution(op: Operator) -> Rule:
     source, target = f"{batch}c x!...", f"{batch}o y!..."
     if groups == 1:
         weight = "c o k!..." if transposed else "o c k!..."
-        return Rule(f"{source}, {weight}, +o -> {target}", linear=((0,), (1,)), nonempty=True)
+        return Rule(f"{source}, {weight}, +o -> {target}", linear=((0,),), nonempty=True)
     return Rule(
         f"{batch}c~ x!..., c~ i! k!..., +c~ -> {batch}c~ y!...",
-        linear=((0,), (1,)),
+        linear=((0,),),
         divides=(("c", groups),),
         nonempty=True,
     )

@@ -14,7 +14,7 @@ def _embedding(op: Operator) -> Rule:
     """Rows by id. A table split by rows is its own implementation; counting ids over the batch forbids a split batch."""
     if op.arguments.get("scale_grad_by_freq"):
         return Rule("v! d, b!... -> b!... d")
-    return Rule("v@vocab_embedding d, b... -> b... d", linear=((0,),))
+    return Rule("v@vocab_embedding d, b... -> b... d")
 
 
 def _index_letters(op: Operator) -> tuple[list[str], list[list[str]], list[str]] | None:
@@ -49,6 +49,7 @@ def _index_put(op: Operator) -> Rule | None:
         return None
     own, indices, result = letters
     fixed = [letter if letter in own else letter + "!" for letter in result]
+    indices = [[letter + "!" for letter in index] for index in indices]
     values = fixed[len(fixed) - len(op.operands[-1].shape) :]
     return Rule(line((own, *indices, values), (own,)))
 

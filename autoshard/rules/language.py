@@ -17,7 +17,7 @@ One pattern a tensor, in the operator's argument order; absent optional tensors 
 | `1`     | a dim of size 1 |
 | `+n`    | before a whole pattern: an addend, `P` whenever the result is (without it a bias is added once per rank) |
 
-An empty pattern is a 0-dim tensor; an empty left side is an operator without tensor operands. From the line follow
+An empty pattern, or `()`, is a 0-dim tensor; an empty left side is an operator without tensor operands. From the line follow
 
 * all `I`, all `R`: every rank runs the whole operator;
 * split one letter: tensors that have it are `S`, operands that lack it `R`, results that lack it `P`;
@@ -97,7 +97,7 @@ def parse(text: str) -> Pattern:
         return Dim((match["letter"],), bool(match["dots"]))
 
     def tensor(part: str) -> TensorPattern:
-        part = part.strip()
+        part = part.strip().replace("()", "")
         addend = part.startswith("+")
         dims = tuple(dim(token) for token in _TOKEN.findall(part.removeprefix("+")))
         letters = [letter for entry in dims for letter in entry.letters]

@@ -35,5 +35,5 @@ def wrap_all(dims: Any, rank: int) -> tuple[int, ...]:
 
 def line(operands: Iterable[Iterable[str]], results: Iterable[Iterable[str]]) -> str:
     """The line of the language with these patterns."""
-    left, right = (", ".join(" ".join(part) for part in side) for side in (operands, results))
+    left, right = (", ".join(" ".join(part) or "()" for part in side) for side in (operands, results))
     return f"{left} -> {right}"

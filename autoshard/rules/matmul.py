@@ -48,7 +48,7 @@ def _addmm(op: Operator) -> Rule:
 
 RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(
     {
-        "aten.linear.default": Rule("b... k, n k, +n -> b... n", linear=EITHER),
+        "aten.linear.default": Rule("b... k, n k, +n -> b... n", linear=((0,),)),  # weights are never partial
         "aten.matmul.default": _matmul,
         "aten.mm.default": Rule("m k, k n -> m n", linear=EITHER),
         "aten.bmm.default": Rule("b m k, b k n -> b m n", linear=EITHER),
@@ -58,6 +58,6 @@ RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(
         "aten.addmm.default": _addmm,
         "aten.baddbmm.default": _addmm,
         "aten.einsum.default": _einsum,
-        "aten.bilinear.default": Rule("b... i, b... j, o i j, +o -> b... o", linear=((0,), (1,), (2,))),
+        "aten.bilinear.default": Rule("b... i, b... j, o i j, +o -> b... o", linear=((0,), (1,)), nonempty=True),
     }
 )

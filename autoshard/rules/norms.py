@@ -30,21 +30,21 @@ def _group_norm(op: Operator) -> Rule:
 def _batch_norm(op: Operator) -> Rule:
     """Statistics are of the whole batch in training: channels split, or the batch with summed statistics."""
     if op.arguments["training"]:
-        return Rule("b@batch_norm_synced c x!..., c, c, c, c -> b c x!..., c, c, c, c")
-    return Rule("b! c x!..., c, c, c, c -> b! c x!..., z!, z!, c, c")
+        return Rule("b@batch_norm_synced c x!..., c, c, c, c -> b c x!..., c, c, c, c", nonempty=True)
+    return Rule("b! c x!..., c, c, c, c -> b! c x!..., z!, z!, c, c", nonempty=True)
 
 
 def _batch_norm_frozen(op: Operator) -> Rule:
-    """With the running statistics batch norm is an affine map of each channel."""
+    """With the running statistics batch norm is an affine map of each channel. torch's backward divides by an empty shard's size."""
     results = ("b c x...", "z!", "z!")[: len(op.results)]
-    return Rule(f"b c x..., c, c, c, c -> {', '.join(results)}")
+    return Rule(f"b c x..., c, c, c, c -> {', '.join(results)}", nonempty=True)
 
 
 def _instance_norm(op: Operator) -> Rule | None:
     """Each sample and channel alone; running statistics would be means over the batch."""
     if len(op.operands) > 3 or not op.arguments["use_input_stats"]:
         return None
-    return Rule("b c x!..., c, c -> b c x!...")
+    return Rule("b c x!..., c, c -> b c x!...", nonempty=True)
 
 
 RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(

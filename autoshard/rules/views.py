@@ -118,7 +118,7 @@ def _pad(op: Operator) -> Rule:
     result = ["y" + letter + "!" if at in touched else letter for at, letter in enumerate(own)]
     constant = op.arguments.get("mode", "constant") == "constant"
     linear = not constant or not op.arguments.get("value")
-    return Rule(line((mark(own, touched),), (result,)), linear=linear)
+    return Rule(line((mark(own, touched),), (result,)), linear=linear, nonempty=not constant)
 
 
 def _moved(op: Operator) -> Rule:
@@ -220,7 +220,7 @@ def _diff(op: Operator) -> Rule:
 
 
 def _pixel_shuffle(op: Operator) -> Rule:
-    return Rule("b... c~ h! w! -> b... c~ y! x!", linear=True)
+    return Rule("b... c~ h! w! -> b... c~ y! x!", linear=True, nonempty=True)
 
 
 _RESHAPES = (
