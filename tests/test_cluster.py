@@ -49,7 +49,9 @@ def test_devices_are_numbered_node_by_node_over_groups() -> None:
     assert mixed.bandwidth_bytes_per_s == 12.5e9
 
 
-@given(st.lists(st.tuples(st.sampled_from(device_types()), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3))
+@given(
+    st.lists(st.tuples(st.sampled_from(device_types()), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3)
+)
 def test_files_read_back_what_was_written(groups: list[tuple[str, int, int]]) -> None:
     cluster = parse_cluster("+".join(f"{nodes}x{count}@{type}" for type, nodes, count in groups))
     assert cluster.size == sum(nodes * count for _, nodes, count in groups)
@@ -117,7 +119,11 @@ def test_bad_specs(spec: str, words: list[str]) -> None:
         ("memory_bytes = 80e9", 'memory_bytes = "80GB"', ["memory_bytes is '80GB'"]),
         ("memory_bytes = 80e9", "memory_bytes = inf", ["memory_bytes is inf"]),
         ("memory_bytes = 80e9", "memory_bytes = 80e9\nram = 1", ["field 'ram' is unknown", "allowed: peak_flops"]),
-        ("memory_bytes = 80e9", "memory_bytes = 80e9\nmatmul_efficiency = 1.2", ["matmul_efficiency is 1.2", "at most 1"]),
+        (
+            "memory_bytes = 80e9",
+            "memory_bytes = 80e9\nmatmul_efficiency = 1.2",
+            ["matmul_efficiency is 1.2", "at most 1"],
+        ),
         ("memory_bytes = 80e9", 'memory_bytes = 80e9\nbackend = "mpi"', ["backend is 'mpi'", '"gloo"']),
         ("float32 = 20e12, ", "", ["peak_flops lacks float32"]),
         ("bfloat16", "bf16", ["field 'bf16' is unknown", "groups[0].device.peak_flops.bf16"]),
