@@ -5,4 +5,13 @@ from autoshard.rules.local import local_arguments, local_operator
 from autoshard.rules.strategy import AxisStrategy
 from autoshard.rules.table import DEFAULT_RULES, RuleTable, axis_strategies, has_rule
 
-__all__ = ["DEFAULT_RULES", "AxisStrategy", "Rule", "RuleTable", "axis_strategies", "has_rule", "local_arguments", "local_operator"]
+__all__ = [
+    "DEFAULT_RULES",
+    "AxisStrategy",
+    "Rule",
+    "RuleTable",
+    "axis_strategies",
+    "has_rule",
+    "local_arguments",
+    "local_operator",
+]

@@ -19,8 +19,12 @@ def _attention(op: Operator) -> Rule:
     batch = "b..." if rank > 3 else ""
     keys = f"{batch} {heads} t! k!"
     mask_rank = len(op.operands[3].shape) if len(op.operands) > 3 else 0
-    mask = " ".join([batch if mask_rank > 3 else "", heads if mask_rank > 2 else "", queries if mask_rank > 1 else "", "t!"])
-    return Rule(f"{batch} {heads} {queries} k!, {keys}, {keys.replace('k!', 'v!')}, {mask} -> {batch} {heads} {queries} v!")
+    mask = " ".join(
+        [batch if mask_rank > 3 else "", heads if mask_rank > 2 else "", queries if mask_rank > 1 else "", "t!"]
+    )
+    return Rule(
+        f"{batch} {heads} {queries} k!, {keys}, {keys.replace('k!', 'v!')}, {mask} -> {batch} {heads} {queries} v!"
+    )
 
 
 RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType({"aten.scaled_dot_product_attention.default": _attention})

@@ -30,7 +30,17 @@ RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(
     {f"aten.{name}": _filled for name in ("full.default", "zeros.default", "ones.default", "empty.memory_format")}
     | {
         f"aten.{name}": _counted
-        for name in ("arange.default", "arange.start", "arange.start_step", "linspace.default", "scalar_tensor.default", "eye.default", "eye.m", "tril_indices.default", "triu_indices.default")
+        for name in (
+            "arange.default",
+            "arange.start",
+            "arange.start_step",
+            "linspace.default",
+            "scalar_tensor.default",
+            "eye.default",
+            "eye.m",
+            "tril_indices.default",
+            "triu_indices.default",
+        )
     }
     | {f"aten.{name}.default": _new for name in ("new_zeros", "new_ones", "new_full", "new_empty")}
     | {f"aten.{name}.default": LIKE for name in ("zeros_like", "ones_like", "full_like", "empty_like")}

@@ -55,7 +55,12 @@ def _table() -> dict[str, Rule | RuleFunction]:
             f"aten.upsample_nearest{dims}d.vec": _spatial(dims, True),
             f"aten.upsample_nearest{dims}d.default": _spatial(dims, True),
         }
-    for name, dims in (("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3)):
+    for name, dims in (
+        ("upsample_linear1d", 1),
+        ("upsample_bilinear2d", 2),
+        ("upsample_bicubic2d", 2),
+        ("upsample_trilinear3d", 3),
+    ):
         rules |= {f"aten.{name}.vec": _spatial(dims, True), f"aten.{name}.default": _spatial(dims, True)}
     for name in ("max_pool1d_with_indices", "_adaptive_avg_pool1d"):
         del rules[f"aten.{name}.default"]  # torch has none

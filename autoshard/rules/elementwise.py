@@ -10,14 +10,17 @@ from autoshard.rules.letters import dims_of, line
 UNARY = Rule("b... -> b...")
 UNARY_LINEAR = Rule("b... -> b...", linear=True)
 BINARY = Rule("b..., b... -> b...")
-BINARY_LINEAR = Rule("b..., b... -> b...", linear=((0, 1),))  # jointly: a number in place of the second is no partial sum
+BINARY_LINEAR = Rule(
+    "b..., b... -> b...", linear=((0, 1),)
+)  # jointly: a number in place of the second is no partial sum
 TERNARY = Rule("b..., b..., b... -> b...")
 
 _UNARY = (
-    "abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
-    "hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit "
-    "mish reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh trunc "
-    "threshold nan_to_num clamp clamp_min clamp_max deg2rad rad2deg special_expit"
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 "
+    "floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 "
+    "log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin "
+    "sinh softplus softshrink sqrt square tan tanh trunc threshold nan_to_num clamp clamp_min clamp_max deg2rad "
+    "rad2deg special_expit"
 )
 _BINARY = "maximum minimum fmin fmax atan2 hypot logical_and logical_or logical_xor logaddexp logaddexp2"
 _TENSOR_OR_SCALAR = "eq ne lt le gt ge remainder fmod bitwise_and bitwise_or bitwise_xor"

@@ -15,7 +15,7 @@ class Implementation:
     """One local program.
 
     name: its name in `AxisStrategy.implementation`. doc: one sentence saying what it does.
-    helper: the function in `autoshard/runtime/operators.py`, or None where a plain expression around the operator is enough.
+    helper: the function in `autoshard/runtime/operators.py`, or None where an expression around the operator is enough.
     communicates: whether it runs collectives inside. even: whether every shard must have the same size.
     reduced: placement of the results that lack the split letter.
     whole: placement of the operands that lack the split letter.
@@ -42,7 +42,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType(
             ),
             Implementation(
                 "vocab_cross_entropy",
-                "cross entropy of logits split over the classes: reduces the maximum, the sum of exponentials and the target's logit",
+                "cross entropy of logits split over classes: reduces maximum, sum of exponentials and target's logit",
                 helper="vocab_cross_entropy",
                 communicates=True,
                 reduced=I,
@@ -50,7 +50,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType(
             ),
             Implementation(
                 "average",
-                "divides the mean over this rank's equal share by the number of ranks, so that the shares sum to the mean",
+                "divides the mean over this rank's equal share by the number of ranks: the shares sum to the mean",
                 helper=None,
                 communicates=False,
                 even=True,

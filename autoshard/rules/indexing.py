@@ -11,7 +11,7 @@ from autoshard.rules.letters import dims_of, line, mark, wrap
 
 
 def _embedding(op: Operator) -> Rule:
-    """Rows by id. A table split by rows is its own implementation; counting ids over the batch forbids a split batch."""
+    """Rows by id. A table split by rows has its own implementation; counting ids over the batch keeps it whole."""
     if op.arguments.get("scale_grad_by_freq"):
         return Rule("v! d, b!... -> b!... d")
     return Rule("v@vocab_embedding d, b... -> b... d")
@@ -59,7 +59,9 @@ def _index_select(op: Operator) -> Rule:
     dim = wrap(op.arguments["dim"], rank)
     own = mark(dims_of(rank), [dim])
     result = ["i" if at == dim else letter for at, letter in enumerate(own)]
-    return Rule(line((own, ("i",) if op.operands[1].shape else ()), (result if op.operands[1].shape else own,)), linear=((0,),))
+    return Rule(
+        line((own, ("i",) if op.operands[1].shape else ()), (result if op.operands[1].shape else own,)), linear=((0,),)
+    )
 
 
 def _gather(op: Operator) -> Rule:
@@ -75,9 +77,12 @@ def _gather(op: Operator) -> Rule:
 def _scatter(op: Operator) -> Rule:
     """x with elements replaced by (or increased by) src at index along `dim`: dims that all share are split."""
     shape, dim = op.operands[0].shape, wrap(op.arguments["dim"], len(op.operands[0].shape))
-    shared = [at for at in range(len(shape)) if at != dim and all(operand.shape[at] == shape[at] for operand in op.operands)]
+    shared = [
+        at for at in range(len(shape)) if at != dim and all(operand.shape[at] == shape[at] for operand in op.operands)
+    ]
     parts = [
-        [letter if at in shared else f"x{at}p{part}!" for at, letter in enumerate(dims_of(len(shape)))] for part in range(len(op.operands))
+        [letter if at in shared else f"x{at}p{part}!" for at, letter in enumerate(dims_of(len(shape)))]
+        for part in range(len(op.operands))
     ]
     return Rule(line(parts, (parts[0],)))
 

@@ -8,20 +8,21 @@ One pattern a tensor, in the operator's argument order; absent optional tensors 
 
 | mark    | meaning |
 |---------|---------|
-| `k`     | a dim; the same letter is the same dim everywhere. A dim of size 1 against a larger one lacks the letter (it broadcasts) |
-| `b...`  | any number of dims, each its own letter, aligned at their last one. One a pattern; `b!...` marks all of them |
+| `k`     | a dim, the same everywhere; one of size 1 against a larger one lacks the letter: it broadcasts |
+| `b...`  | any number of dims, each its own letter, aligned at the last; `b!...` marks all of them |
 | `k!`    | never split |
-| `k~`    | cut in proportion: sizes may differ between the tensors, each must divide evenly (query and key-value heads) |
+| `k~`    | cut in proportion: sizes may differ between tensors, each divides evenly (query and key heads) |
 | `k@f`   | split by the named implementation `f` only |
 | `(h k)` | merged dims; only the outermost letter may be split, evenly |
 | `1`     | a dim of size 1 |
 | `+n`    | before a whole pattern: an addend, `P` whenever the result is (without it a bias is added once per rank) |
 
-An empty pattern, or `()`, is a 0-dim tensor; an empty left side is an operator without tensor operands. From the line follow
+An empty pattern, or `()`, is a 0-dim tensor; an empty left side is an operator without tensor operands.
+From the line follow
 
 * all `I`, all `R`: every rank runs the whole operator;
 * split one letter: tensors that have it are `S`, operands that lack it `R`, results that lack it `P`;
-* with `linear`, `P` passes from the operands in which the operator is linear to the results, the other operands are `R`.
+* with `linear`, `P` passes from the operands in which the operator is linear to the results; the others are `R`.
 
 A result that lacks a split letter is a partial *sum*: mark with `!` where the operator reduces otherwise (amax).
 """
@@ -29,18 +30,20 @@ A result that lacks a split letter is a partial *sum*: mark with `!` where the o
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
 from autoshard.errors import BadInput
-from autoshard.placement import I, P, Placement, R, S, shard_sizes
+from autoshard.placement import I, P, R, S, shard_sizes
 from autoshard.program import Operator, TensorType
 from autoshard.rules.implementations import IMPLEMENTATIONS
 from autoshard.rules.schema import slots
 from autoshard.rules.strategy import AxisStrategy
 
-_DIM = re.compile(r"(?P<letter>[a-z][a-z0-9_]*)(?P<mark>[!~]?)(?P<dots>(?:\.\.\.)?)(?P<late>[!~]?)(?:@(?P<name>[a-z_]+))?")
+_DIM = re.compile(
+    r"(?P<letter>[a-z][a-z0-9_]*)(?P<mark>[!~]?)(?P<dots>(?:\.\.\.)?)(?P<late>[!~]?)(?:@(?P<name>[a-z_]+))?"
+)
 _TOKEN = re.compile(r"\([^()]*\)|\S+")
 
 
@@ -71,7 +74,7 @@ class Pattern:
     named: tuple[tuple[str, str], ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Pattern:
     """Read one line of the language.
 
@@ -87,12 +90,20 @@ def parse(text: str) -> Pattern:
             return Dim(tuple(letter for inner in token[1:-1].split() for letter in dim(inner).letters))
         match = _DIM.fullmatch(token)
         if match is None:
-            raise BadInput(f"'{token}' is not a dim of a rule", where=f"rule '{text}'", help="write a letter with !, ~, ... or @name, 1, or (h k)")
+            raise BadInput(
+                f"'{token}' is not a dim of a rule",
+                where=f"rule '{text}'",
+                help="write a letter with !, ~, ... or @name, 1, or (h k)",
+            )
         for mark in match["mark"] + match["late"]:
             marks[mark].add(match["letter"])
         if match["name"]:
             if match["name"] not in IMPLEMENTATIONS:
-                raise BadInput(f"there is no implementation '{match['name']}'", where=f"rule '{text}'", help=f"known: {', '.join(IMPLEMENTATIONS)}")
+                raise BadInput(
+                    f"there is no implementation '{match['name']}'",
+                    where=f"rule '{text}'",
+                    help=f"known: {', '.join(IMPLEMENTATIONS)}",
+                )
             named[match["letter"]] = match["name"]
         return Dim((match["letter"],), bool(match["dots"]))
 
@@ -103,22 +114,32 @@ def parse(text: str) -> Pattern:
         letters = [letter for entry in dims for letter in entry.letters]
         repeated = sorted({letter for letter in letters if letters.count(letter) > 1})
         if repeated:
-            raise BadInput(f"letter '{repeated[0]}' stands twice in '{part}'", where=f"rule '{text}'", help="give each dim of a tensor its own letter")
+            raise BadInput(
+                f"letter '{repeated[0]}' stands twice in '{part}'",
+                where=f"rule '{text}'",
+                help="give each dim of a tensor its own letter",
+            )
         if sum(entry.ellipsis for entry in dims) > 1:
             raise BadInput(f"'{part}' has more than one '...'", where=f"rule '{text}'", help="keep one '...' a tensor")
         return TensorPattern(dims, addend)
 
     sides = text.split("->")
     if len(sides) != 2:
-        raise BadInput("a rule has exactly one '->'", where=f"rule '{text}'", help='for example "b... k, n k, +n -> b... n"')
+        raise BadInput(
+            "a rule has exactly one '->'", where=f"rule '{text}'", help='for example "b... k, n k, +n -> b... n"'
+        )
     operands = tuple(tensor(part) for part in sides[0].split(",")) if sides[0].strip() else ()
     results = tuple(tensor(part) for part in sides[1].split(","))
     if any(result.addend for result in results):
         raise BadInput("'+' marks operands, not results", where=f"rule '{text}'")
-    dotted = {(letter, entry.ellipsis) for part in operands + results for entry in part.dims for letter in entry.letters}
+    dotted = {
+        (letter, entry.ellipsis) for part in operands + results for entry in part.dims for letter in entry.letters
+    }
     both = sorted(letter for letter, dots in dotted if dots and (letter, False) in dotted)
     if both:
-        raise BadInput(f"'{both[0]}' stands both with and without '...'", where=f"rule '{text}'", help="use different letters")
+        raise BadInput(
+            f"'{both[0]}' stands both with and without '...'", where=f"rule '{text}'", help="use different letters"
+        )
     return Pattern(operands, results, frozenset(marks["!"]), frozenset(marks["~"]), tuple(sorted(named.items())))
 
 
@@ -179,9 +200,12 @@ class Rule:
         results = tuple(S(at) if (at := tensor.find(letter)) is not None else reduced for tensor in bound.results)
         addend = P if results and results[0] == P else whole
         operands = tuple(
-            S(at) if (at := tensor.find(letter)) is not None else addend if tensor.addend else whole for tensor in bound.operands
+            S(at) if (at := tensor.find(letter)) is not None else addend if tensor.addend else whole
+            for tensor in bound.operands
         )
-        if any(placement == P and not may_be_partial(type_) for placement, type_ in zip(results, op.results, strict=True)):
+        if any(
+            placement == P and not may_be_partial(type_) for placement, type_ in zip(results, op.results, strict=True)
+        ):
             return None
         return AxisStrategy(operands, results, named)
 
@@ -240,8 +264,14 @@ def bind(pattern: Pattern, op: Operator) -> Bound:
         raise BadInput(f"the operator has {present[-1] + 1} tensor operands, the rule {len(pattern.operands)}")
     if len(op.results) != len(pattern.results):
         raise BadInput(f"the operator has {len(op.results)} results, the rule {len(pattern.results)}")
-    tensors = [(pattern.operands[slot], type_, f"operand {index}") for index, (slot, type_) in enumerate(zip(present, op.operands, strict=True))]
-    tensors += [(part, type_, f"result {index}") for index, (part, type_) in enumerate(zip(pattern.results, op.results, strict=True))]
+    tensors = [
+        (pattern.operands[slot], type_, f"operand {index}")
+        for index, (slot, type_) in enumerate(zip(present, op.operands, strict=True))
+    ]
+    tensors += [
+        (part, type_, f"result {index}")
+        for index, (part, type_) in enumerate(zip(pattern.results, op.results, strict=True))
+    ]
     spelt = [_spell(part, type_, name) for part, type_, name in tensors]
     sizes = _sizes(pattern, spelt, [type_.shape for _, type_, _ in tensors], [name for _, _, name in tensors])
     bound = []
@@ -302,7 +332,9 @@ def _solve(group: tuple[str, ...], size: int, name: str, sizes: dict[str, int]) 
     for letter in group:
         known *= sizes.get(letter, 1)
     if len(unknown) > 1:
-        raise BadInput(f"sizes of {', '.join(unknown)} in ({' '.join(group)}) cannot be known: only one may stand in merged dims alone")
+        raise BadInput(
+            f"sizes of {', '.join(unknown)} in ({' '.join(group)}) cannot be known: at most one may stand there alone"
+        )
     if unknown and known and size % known == 0:
         sizes[unknown[0]], known = size // known, size
     if known != size:
@@ -322,4 +354,3 @@ def may_be_partial(type_: TensorType) -> bool:
 def carries_gradient(type_: TensorType) -> bool:
     """Whether autograd can give the tensor a gradient."""
     return type_.dtype.is_floating_point or type_.dtype.is_complex
-

@@ -27,7 +27,11 @@ def _repeats(op: Operator, operands: Sequence[Shape], results: Sequence[Shape]) 
     repeats = op.arguments["repeats"]
     new = len(repeats) - len(operands[0])
     source = (1,) * new + tuple(op.operands[0].shape)
-    return {"repeats": tuple(local if size == 1 else times for local, size, times in zip(results[0], source, repeats, strict=True))}
+    return {
+        "repeats": tuple(
+            local if size == 1 else times for local, size, times in zip(results[0], source, repeats, strict=True)
+        )
+    }
 
 
 def _groups(argument: str, dim: int) -> Adjust:
@@ -92,7 +96,9 @@ LOCAL_ARGUMENTS: Mapping[str, Adjust] = MappingProxyType(
 )
 
 
-def local_arguments(op: Operator, local_operand_shapes: Sequence[Shape], local_result_shapes: Sequence[Shape]) -> Mapping[str, Any]:
+def local_arguments(
+    op: Operator, local_operand_shapes: Sequence[Shape], local_result_shapes: Sequence[Shape]
+) -> Mapping[str, Any]:
     """All arguments of the local call: those of `op`, sizes replaced by this rank's.
 
     local_operand_shapes, local_result_shapes: this rank's shapes, in the order of `op.operands` and `op.results`.
@@ -103,13 +109,21 @@ def local_arguments(op: Operator, local_operand_shapes: Sequence[Shape], local_r
     return {**op.arguments, **adjust(op, local_operand_shapes, local_result_shapes)}
 
 
-def local_operator(op: Operator, operands: Sequence[Layout], results: Sequence[Layout], axis_sizes: Sequence[int], rank: Sequence[int] | None = None) -> Operator:
+def local_operator(
+    op: Operator,
+    operands: Sequence[Layout],
+    results: Sequence[Layout],
+    axis_sizes: Sequence[int],
+    rank: Sequence[int] | None = None,
+) -> Operator:
     """The operator as the rank at mesh coordinate `rank` (the one with the largest shards, when None) sees it."""
     operand_types = tuple(
-        replace(type_, shape=local_shape(type_.shape, layout, axis_sizes, rank)) for type_, layout in zip(op.operands, operands, strict=True)
+        replace(type_, shape=local_shape(type_.shape, layout, axis_sizes, rank))
+        for type_, layout in zip(op.operands, operands, strict=True)
     )
     result_types = tuple(
-        replace(type_, shape=local_shape(type_.shape, layout, axis_sizes, rank)) for type_, layout in zip(op.results, results, strict=True)
+        replace(type_, shape=local_shape(type_.shape, layout, axis_sizes, rank))
+        for type_, layout in zip(op.results, results, strict=True)
     )
     arguments = local_arguments(op, [type_.shape for type_ in operand_types], [type_.shape for type_ in result_types])
     return Operator(op.name, operand_types, result_types, arguments)

@@ -33,7 +33,7 @@ def _class_loss(op: Operator, classes: str) -> Rule | None:
 
 
 def _cross_entropy(op: Operator) -> Rule | None:
-    """The class dim is split by its own implementation, where targets are class indices of 2-dim logits without weights."""
+    """Classes are split by an own implementation, where targets are indices of 2-dim logits without weights."""
     indices = not op.operands[1].dtype.is_floating_point
     by_class = len(op.operands[0].shape) == 2 and indices and operand_index(op, "weight") is None
     return _class_loss(op, "@vocab_cross_entropy" if by_class else "!")
@@ -43,8 +43,10 @@ def _nll(op: Operator) -> Rule | None:
     return _class_loss(op, "!")
 
 
-_ELEMENTWISE = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div"
-
+_ELEMENTWISE = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
+    "soft_margin_loss kl_div"
+)
 RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(
     {f"aten.{name}.default": _elementwise for name in _ELEMENTWISE.split()}
     | {

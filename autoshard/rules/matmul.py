@@ -32,10 +32,14 @@ def _einsum(op: Operator) -> Rule | None:
 
     def dims(side: str) -> str:
         spelt = side.replace("...", ".")
-        return " ".join("rest..." if letter == "." else letter.lower() + ("u" if letter.isupper() else "") for letter in spelt)
+        return " ".join(
+            "rest..." if letter == "." else letter.lower() + ("u" if letter.isupper() else "") for letter in spelt
+        )
 
     count = len(op.operands)
-    return Rule(f"{', '.join(dims(side) for side in sides[:-1])} -> {dims(result)}", linear=tuple((at,) for at in range(count)))
+    return Rule(
+        f"{', '.join(dims(side) for side in sides[:-1])} -> {dims(result)}", linear=tuple((at,) for at in range(count))
+    )
 
 
 def _addmm(op: Operator) -> Rule:

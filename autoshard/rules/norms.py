@@ -19,7 +19,11 @@ def _layer_norm(op: Operator) -> Rule:
 def _rms_norm(op: Operator) -> Rule:
     rank, normalized = len(op.operands[0].shape), len(op.arguments["normalized_shape"])
     own = mark(dims_of(rank), range(rank - normalized, rank))
-    return Rule(line((own, own[rank - normalized :]), (own, (*own[: rank - normalized], *["1"] * normalized))[: len(op.results)]))
+    return Rule(
+        line(
+            (own, own[rank - normalized :]), (own, (*own[: rank - normalized], *["1"] * normalized))[: len(op.results)]
+        )
+    )
 
 
 def _group_norm(op: Operator) -> Rule:
@@ -35,7 +39,8 @@ def _batch_norm(op: Operator) -> Rule:
 
 
 def _batch_norm_frozen(op: Operator) -> Rule:
-    """With the running statistics batch norm is an affine map of each channel. torch's backward divides by an empty shard's size."""
+    """With the running statistics batch norm is an affine map of each channel."""
+    # torch's backward of an empty batch divides by zero and ends the process, hence `nonempty`.
     results = ("b c x...", "z!", "z!")[: len(op.results)]
     return Rule(f"b c x..., c, c, c, c -> {', '.join(results)}", nonempty=True)
 

@@ -26,7 +26,9 @@ from autoshard.rules.table import DEFAULT_RULES, RuleTable, axis_strategies
 _TOLERANCE = 1e-9
 
 
-def check(name: str, args: Sequence[Any], *, rules: RuleTable = DEFAULT_RULES, ranks: Sequence[int] = (2, 3, 4), seed: int = 0) -> int:
+def check(
+    name: str, args: Sequence[Any], *, rules: RuleTable = DEFAULT_RULES, ranks: Sequence[int] = (2, 3, 4), seed: int = 0
+) -> int:
     """Prove the rule of operator `name` on one call with the example arguments `args` (float64 tensors that
     require gradients where the rule is to be proved backward, sizes, flags).
 
@@ -77,25 +79,41 @@ def is_local(strategy: AxisStrategy) -> bool:
     return strategy.implementation is None or not IMPLEMENTATIONS[strategy.implementation].communicates
 
 
-def prove(op: Operator, tensors: Sequence[Tensor], strategies: Sequence[AxisStrategy], axis_sizes: Sequence[int], seed: int = 0, values: bool = True) -> None:
+def prove(
+    op: Operator,
+    tensors: Sequence[Tensor],
+    strategies: Sequence[AxisStrategy],
+    axis_sizes: Sequence[int],
+    seed: int = 0,
+    values: bool = True,
+) -> None:
     """Run one strategy an axis on all shards and compare with the whole operator. `values=False` compares shapes only.
 
     Raises NotEqual saying what differs.
     """
     generator = torch.Generator().manual_seed(seed)
-    operand_layouts: list[Layout] = [tuple(strategy.operands[at] for strategy in strategies) for at in range(len(tensors))]
-    result_layouts: list[Layout] = [tuple(strategy.results[at] for strategy in strategies) for at in range(len(op.results))]
+    operand_layouts: list[Layout] = [
+        tuple(strategy.operands[at] for strategy in strategies) for at in range(len(tensors))
+    ]
+    result_layouts: list[Layout] = [
+        tuple(strategy.results[at] for strategy in strategies) for at in range(len(op.results))
+    ]
     whole = [_leaf(tensor, tensor.requires_grad) for tensor in tensors]
     expected = _run(op, op.arguments, whole)
-    where = f"{op.name} as {'; '.join(map(_text, strategies))} on {list(axis_sizes)} ranks, operands {[list(t.shape) for t in tensors]}"
+    shapes_of = [list(tensor.shape) for tensor in tensors]
+    where = f"{op.name} as {'; '.join(map(_text, strategies))} on {list(axis_sizes)} ranks, operands {shapes_of}"
 
-    shards = [cut(tensor.detach(), layout, axis_sizes, generator) for tensor, layout in zip(tensors, operand_layouts, strict=True)]
+    shards = [
+        cut(tensor.detach(), layout, axis_sizes, generator)
+        for tensor, layout in zip(tensors, operand_layouts, strict=True)
+    ]
     coordinates = list(itertools.product(*(range(size) for size in axis_sizes)))
     local_results, local_leaves = [], []
     for position, coordinate in enumerate(coordinates):
         leaves = [_leaf(pieces[position], tensor.requires_grad) for pieces, tensor in zip(shards, tensors, strict=True)]
         shapes = [
-            local_shape(result.shape, layout, axis_sizes, coordinate) for result, layout in zip(op.results, result_layouts, strict=True)
+            local_shape(result.shape, layout, axis_sizes, coordinate)
+            for result, layout in zip(op.results, result_layouts, strict=True)
         ]
         arguments = local_arguments(op, [tuple(leaf.shape) for leaf in leaves], shapes)
         try:
@@ -104,14 +122,24 @@ def prove(op: Operator, tensors: Sequence[Tensor], strategies: Sequence[AxisStra
             raise NotEqual(f"the local call fails: {error}", where=where) from error
         for at, (result, shape) in enumerate(zip(results, shapes, strict=True)):
             if tuple(result.shape) != shape:
-                raise NotEqual(f"result {at} has shape {tuple(result.shape)} on rank {coordinate}, its placement says {shape}", where=where)
+                raise NotEqual(
+                    f"result {at} has shape {tuple(result.shape)} on rank {coordinate}, its placement says {shape}",
+                    where=where,
+                )
         local_results.append(results)
         local_leaves.append(leaves)
     if not values:
         return
     for at, (value, layout) in enumerate(zip(expected, result_layouts, strict=True)):
-        _compare(join([results[at].detach() for results in local_results], layout, axis_sizes, where), value.detach(), f"result {at}", where)
-    _check_gradients(whole, expected, local_leaves, local_results, operand_layouts, result_layouts, axis_sizes, generator, where)
+        _compare(
+            join([results[at].detach() for results in local_results], layout, axis_sizes, where),
+            value.detach(),
+            f"result {at}",
+            where,
+        )
+    _check_gradients(
+        whole, expected, local_leaves, local_results, operand_layouts, result_layouts, axis_sizes, generator, where
+    )
 
 
 def _check_gradients(
@@ -133,7 +161,9 @@ def _check_gradients(
     true = _gradients([whole[at] for at in leaves], [expected[at] for at in flowing], [upstream[at] for at in flowing])
     pieces = {at: cut(upstream[at], dual(result_layouts[at]), axis_sizes, generator) for at in flowing}
     found = [
-        _gradients([ranked[at] for at in leaves], [results[at] for at in flowing], [pieces[at][position] for at in flowing])
+        _gradients(
+            [ranked[at] for at in leaves], [results[at] for at in flowing], [pieces[at][position] for at in flowing]
+        )
         for position, (ranked, results) in enumerate(zip(local_leaves, local_results, strict=True))
     ]
     for number, at in enumerate(leaves):
@@ -146,8 +176,12 @@ def _gradients(leaves: Sequence[Tensor], results: Sequence[Tensor], upstream: Se
     live = [(result, gradient) for result, gradient in zip(results, upstream, strict=True) if result.requires_grad]
     if not live:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    found = torch.autograd.grad([result for result, _ in live], list(leaves), [gradient for _, gradient in live], allow_unused=True)
-    return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)]
+    found = torch.autograd.grad(
+        [result for result, _ in live], list(leaves), [gradient for _, gradient in live], allow_unused=True
+    )
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
+    ]
 
 
 def dual(layout: Layout) -> Layout:
@@ -162,7 +196,7 @@ def cut(tensor: Tensor, layout: Layout, axis_sizes: Sequence[int], generator: to
         return [tensor]
     ranks, placement = axis_sizes[0], layout[0]
     if placement.dim is not None:
-        pieces = list(tensor.split(list(shard_sizes(tensor.shape[placement.dim], ranks)), placement.dim))
+        pieces = list(torch.split(tensor, list(shard_sizes(tensor.shape[placement.dim], ranks)), placement.dim))
     elif placement == P:
         pieces = [_noise(tensor, generator) for _ in range(ranks - 1)]
         pieces.append(tensor - sum(pieces))
@@ -202,7 +236,12 @@ def _run(op: Operator, arguments: Mapping[str, Any], tensors: Sequence[Tensor]) 
 
 
 def _run_local(
-    op: Operator, arguments: Mapping[str, Any], tensors: list[Tensor], strategies: Sequence[AxisStrategy], axis_sizes: Sequence[int], coordinate: Sequence[int]
+    op: Operator,
+    arguments: Mapping[str, Any],
+    tensors: list[Tensor],
+    strategies: Sequence[AxisStrategy],
+    axis_sizes: Sequence[int],
+    coordinate: Sequence[int],
 ) -> list[Tensor]:
     scale = 1
     run: Callable[[Operator, Mapping[str, Any], Sequence[Tensor]], list[Tensor]] = _run
@@ -212,7 +251,9 @@ def _run_local(
         elif strategy.implementation == "vocab_embedding":
             start = rank * math.ceil(op.operands[0].shape[0] / ranks)
 
-            def run(op: Operator, arguments: Mapping[str, Any], tensors: Sequence[Tensor], start: int = start) -> list[Tensor]:
+            def run(
+                op: Operator, arguments: Mapping[str, Any], tensors: Sequence[Tensor], start: int = start
+            ) -> list[Tensor]:
                 return [_embedding_of_rows(arguments, tensors[0], tensors[1], start)]
 
         elif strategy.implementation is not None:

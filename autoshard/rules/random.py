@@ -1,4 +1,4 @@
-"""Operators that draw random numbers: masks agree on copies and differ on shards, which the runtime's generators see to."""
+"""Operators that draw random numbers: the runtime's generators make masks agree on copies and differ on shards."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

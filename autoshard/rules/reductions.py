@@ -52,12 +52,15 @@ def _along(op: Operator) -> Rule:
 
 
 _WHOLE = (
-    "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default any.default any.dim any.dims all.default all.dim all.dims "
-    "prod.default prod.dim_int var.default var.dim var.correction std.default std.dim std.correction var_mean.dim var_mean.correction std_mean.correction "
-    "logsumexp.default linalg_vector_norm.default norm.Scalar norm.ScalarOpt_dim median.dim nansum.default kthvalue.default"
+    "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default any.default "
+    "any.dim any.dims all.default all.dim all.dims prod.default prod.dim_int var.default var.dim var.correction "
+    "std.default std.dim std.correction var_mean.dim var_mean.correction std_mean.correction logsumexp.default "
+    "linalg_vector_norm.default norm.Scalar norm.ScalarOpt_dim median.dim nansum.default kthvalue.default"
 )
-_ALONG = "softmax.int _softmax.default log_softmax.int _log_softmax.default sort.default sort.stable argsort.default topk.default glu.default"
-
+_ALONG = (
+    "softmax.int _softmax.default log_softmax.int _log_softmax.default sort.default sort.stable argsort.default "
+    "topk.default glu.default"
+)
 RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(
     {f"aten.{name}": _whole for name in _WHOLE.split()}
     | {f"aten.{name}": _along for name in _ALONG.split()}

@@ -1,13 +1,13 @@
 """What an operator's schema says: which arguments are tensors, whether it mutates or draws random numbers."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
 from autoshard.program import Operand, Operator
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(name: str) -> torch._ops.OpOverload | None:
     """The overload called `name` ("aten.linear.default"), or None where no such operator is registered."""
     try:
@@ -18,7 +18,7 @@ def overload(name: str) -> torch._ops.OpOverload | None:
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def tensor_arguments(name: str) -> tuple[tuple[str, bool], ...] | None:
     """Names of the tensor arguments in schema order, each with whether it is a list; None for an unknown operator."""
     found = overload(name)

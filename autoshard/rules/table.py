@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 from autoshard.errors import BadInput, UnsupportedOperator
-from autoshard.program import Operator
+from autoshard.program import Operator, TensorType
 from autoshard.rules import (
     attention,
     constructors,
@@ -24,7 +25,19 @@ from autoshard.rules.language import Rule, RuleFunction, parse, redundant
 from autoshard.rules.schema import runs_redundantly
 from autoshard.rules.strategy import AxisStrategy
 
-_FAMILIES = (elementwise, matmul, views, reductions, norms, losses, attention, convolutions, indexing, constructors, random)
+_FAMILIES = (
+    elementwise,
+    matmul,
+    views,
+    reductions,
+    norms,
+    losses,
+    attention,
+    convolutions,
+    indexing,
+    constructors,
+    random,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +52,10 @@ class RuleTable:
         Raises BadInput where the line or the name cannot be read. `rules.oracle.check` proves a rule by running it.
         """
         if name.count(".") != 2:
-            raise BadInput(f"'{name}' is not an operator's name", help="write namespace.operator.overload, for example mylib.scan.default")
+            raise BadInput(
+                f"'{name}' is not an operator's name",
+                help="write namespace.operator.overload, for example mylib.scan.default",
+            )
         rule = Rule(rule) if isinstance(rule, str) else rule
         if isinstance(rule, Rule):
             parse(rule.pattern)
@@ -67,15 +83,21 @@ def axis_strategies(op: Operator, ranks: int, rules: RuleTable = DEFAULT_RULES) 
     leave it (`rules.local.local_operator`): whether heads divide depends on how many are left.
     Raises UnsupportedOperator where the operator has no rule and cannot run redundantly either.
     """
-    key = (op.name, op.operands, op.results, tuple(op.arguments.items()), ranks, rules)
     try:
-        return _cached(*key)
+        return _cached(op.name, op.operands, op.results, tuple(op.arguments.items()), ranks, rules)
     except TypeError:  # an argument that has no hash
         return _strategies(op, ranks, rules)
 
 
 @lru_cache(maxsize=65536)
-def _cached(name, operands, results, arguments, ranks, rules):  # type: ignore[no-untyped-def]
+def _cached(
+    name: str,
+    operands: tuple[TensorType, ...],
+    results: tuple[TensorType, ...],
+    arguments: tuple[tuple[str, Any], ...],
+    ranks: int,
+    rules: RuleTable,
+) -> tuple[AxisStrategy, ...]:
     return _strategies(Operator(name, operands, results, dict(arguments)), ranks, rules)
 
 

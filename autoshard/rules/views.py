@@ -33,7 +33,7 @@ def dim_groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[tuple
 
 
 def reshape(op: Operator) -> Rule | None:
-    """Within a run of dims that is regrouped, the outermost dims of both sides are cut in proportion: `a~ x! -> b~ y!`."""
+    """Where a run of dims is regrouped, the outermost dims of both sides are cut in proportion: `a~ x! -> a~ y!`."""
     source, target = op.operands[0].shape, op.results[0].shape
     if 0 in source:
         return None
@@ -124,7 +124,10 @@ def _pad(op: Operator) -> Rule:
 def _moved(op: Operator) -> Rule:
     """roll and flip: dims along which elements move are never split; roll without dims moves all."""
     rank = len(op.operands[0].shape)
-    own = mark(dims_of(rank), wrap_all(op.arguments.get("dims"), rank) if op.arguments.get("dims") or "shifts" in op.arguments else ())
+    own = mark(
+        dims_of(rank),
+        wrap_all(op.arguments.get("dims"), rank) if op.arguments.get("dims") or "shifts" in op.arguments else (),
+    )
     return Rule(line((own,), (own,)), linear=True)
 
 
@@ -172,7 +175,9 @@ def _cat(op: Operator) -> Rule | None:
     rank = ranks.pop()
     dim = wrap(op.arguments.get("dim", 0), rank)
     own = dims_of(rank)
-    parts = [[f"x{number}!" if at == dim else letter for at, letter in enumerate(own)] for number in range(len(op.operands))]
+    parts = [
+        [f"x{number}!" if at == dim else letter for at, letter in enumerate(own)] for number in range(len(op.operands))
+    ]
     return Rule(line(parts, (mark(own, [dim]),)), linear=True)
 
 
@@ -188,7 +193,9 @@ def _split(op: Operator) -> Rule:
     rank = len(op.operands[0].shape)
     dim = wrap(op.arguments.get("dim", 0), rank)
     own = dims_of(rank)
-    parts = [[f"x{number}!" if at == dim else letter for at, letter in enumerate(own)] for number in range(len(op.results))]
+    parts = [
+        [f"x{number}!" if at == dim else letter for at, letter in enumerate(own)] for number in range(len(op.results))
+    ]
     return Rule(line((mark(own, [dim]),), parts), linear=True)
 
 
@@ -219,14 +226,20 @@ def _diff(op: Operator) -> Rule:
     return Rule(line(parts[:3], (parts[3],)), linear=True)
 
 
+def _broadcast_tensors(op: Operator) -> Rule:
+    """All operands expanded to one shape; each is linear on its own result only, so P passes where all carry it."""
+    everywhere = ["b..."] * len(op.operands)
+    return Rule(f"{', '.join(everywhere)} -> {', '.join(everywhere)}", linear=True)
+
+
 def _pixel_shuffle(op: Operator) -> Rule:
     return Rule("b... c~ h! w! -> b... c~ y! x!", linear=True, nonempty=True)
 
 
 _RESHAPES = (
-    "reshape.default view.default _unsafe_view.default view_copy.default flatten.using_ints unflatten.int unsqueeze.default ravel.default"
+    "reshape.default view.default _unsafe_view.default view_copy.default flatten.using_ints unflatten.int "
+    "unsqueeze.default ravel.default"
 )
-
 RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(
     {f"aten.{name}": reshape for name in _RESHAPES.split()}
     | {
@@ -267,6 +280,7 @@ RULES: Mapping[str, Rule | RuleFunction] = MappingProxyType(
         "aten.select_scatter.default": _scatter_part,
         "aten.slice_scatter.default": _scatter_part,
         "aten.diff.default": _diff,
+        "aten.broadcast_tensors.default": _broadcast_tensors,
         "aten.pixel_shuffle.default": _pixel_shuffle,
         "aten.pixel_unshuffle.default": _pixel_shuffle,
     }

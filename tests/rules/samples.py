@@ -1,7 +1,8 @@
 """Example arguments of every operator in the rule table, one line an operator.
 
-`f(4, 6)` stands for a float64 tensor of that shape, `u` for one inside (0.1, 0.9), `i(9, 4)` for integers below 9, `m` for
-booleans, `w` for distinct values. `n(name=...)` passes keyword-only arguments. Sizes mix even, uneven and empty shards for 2, 3 and 4 ranks.
+`f(4, 6)` stands for a float64 tensor of that shape, `u` for one inside (0.1, 0.9), `i(9, 4)` for integers below 9,
+`m` for booleans, `w` for distinct values. `n(name=...)` passes keyword-only arguments. Sizes mix even, uneven and empty
+shards for 2, 3 and 4 ranks.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,14 @@ def more_than_one(*shape: int) -> Spec:
 
 
 def w(*shape: int) -> Spec:
-    return lambda generator: torch.randperm(torch.Size(shape).numel(), generator=generator).reshape(shape).double().div(7).sub(1).requires_grad_()
+    return lambda generator: (
+        torch.randperm(torch.Size(shape).numel(), generator=generator)
+        .reshape(shape)
+        .double()
+        .div(7)
+        .sub(1)
+        .requires_grad_()
+    )
 
 
 def i(high: int, *shape: int) -> Spec:
@@ -50,9 +58,22 @@ Line = tuple[Any, ...]
 X, Y = f(4, 6), f(5, 4, 7)
 
 _DOMAINS = {
-    "acos": u, "asin": u, "atanh": u, "erfinv": u, "logit": u, "log": u, "log10": u, "log1p": u, "log2": u, "rsqrt": u, "sqrt": u,
-    "lgamma": u, "digamma": u, "reciprocal": u, "acosh": more_than_one,
-}  # fmt: skip
+    "acos": u,
+    "asin": u,
+    "atanh": u,
+    "erfinv": u,
+    "logit": u,
+    "log": u,
+    "log10": u,
+    "log1p": u,
+    "log2": u,
+    "rsqrt": u,
+    "sqrt": u,
+    "lgamma": u,
+    "digamma": u,
+    "reciprocal": u,
+    "acosh": more_than_one,
+}
 _ARGUMENTS: dict[str, Line] = {"threshold": (0.1, 0.5), "clamp": (-0.5, 0.5), "clamp_min": (0.0,), "clamp_max": (0.0,)}
 _INTEGER = ("bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__")
 
@@ -64,7 +85,7 @@ def elementwise(name: str) -> list[Line] | None:
     arguments = [argument for argument in target._schema.arguments if not argument.has_default_value()]
     make = (lambda *shape: i(9, *shape)) if base in _INTEGER else _DOMAINS.get(base, f)
     kinds = [str(argument.type) for argument in arguments]
-    if kinds == ["Tensor"] or base in _ARGUMENTS and kinds[0] == "Tensor" and "Tensor" not in kinds[1:]:
+    if kinds == ["Tensor"] or (base in _ARGUMENTS and kinds[0] == "Tensor" and "Tensor" not in kinds[1:]):
         return [(make(5, 6), *_ARGUMENTS.get(base, ())), (make(4, 3, 2), *_ARGUMENTS.get(base, ()))]
     if kinds == ["Tensor", "Tensor"]:
         return [(make(4, 6), make(4, 6)), (make(5, 4, 7), make(4, 1)), (make(3), make(4, 3))]
@@ -100,7 +121,13 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.masked_fill.Scalar": [(X, m(4, 6), 0), (Y, m(4, 1), -1.5)],
     "aten.masked_fill.Tensor": [(X, m(4, 6), f()), (Y, m(4, 1), f())],
     "aten.copy.default": [(c(X), c(X)), (c(Y), c(f(4, 1)))],
-    "aten._to_copy.default": [(X, n(dtype=torch.float64)), (i(9, 4, 6), n(dtype=torch.float64)), (m(5, 6), n(dtype=torch.int64)), (X, n(dtype=torch.int64)), (i(3, 4), n(dtype=torch.bool))],
+    "aten._to_copy.default": [
+        (X, n(dtype=torch.float64)),
+        (i(9, 4, 6), n(dtype=torch.float64)),
+        (m(5, 6), n(dtype=torch.int64)),
+        (X, n(dtype=torch.int64)),
+        (i(3, 4), n(dtype=torch.bool)),
+    ],
     "aten.to.dtype": [(X, torch.float64), (m(5, 6), torch.float64)],
     "aten.type_as.default": [(X, f(3)), (i(9, 4, 6), X), (X, i(9, 4, 6))],
     "aten.fill.Scalar": [(X, 2.0)],
@@ -114,18 +141,47 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.hypot.default": [(X, f(6))],
     # matrix products
     "aten.linear.default": [(f(4, 5, 8), f(12, 8), f(12)), (f(3, 7), f(6, 7)), (f(8), f(6, 8), f(6))],
-    "aten.matmul.default": [(f(4), f(4)), (f(4, 6), f(6)), (f(6), f(5, 6, 4)), (f(4, 6), f(6, 5)), (f(3, 4, 6), f(6, 5)), (f(2, 4, 3, 6), f(4, 6, 5)), (f(4, 1, 3, 2), f(5, 2, 4))],
+    "aten.matmul.default": [
+        (f(4), f(4)),
+        (f(4, 6), f(6)),
+        (f(6), f(5, 6, 4)),
+        (f(4, 6), f(6, 5)),
+        (f(3, 4, 6), f(6, 5)),
+        (f(2, 4, 3, 6), f(4, 6, 5)),
+        (f(4, 1, 3, 2), f(5, 2, 4)),
+    ],
     "aten.mm.default": [(f(4, 6), f(6, 5))],
     "aten.bmm.default": [(f(4, 5, 6), f(4, 6, 3))],
     "aten.mv.default": [(f(4, 6), f(6))],
     "aten.dot.default": [(f(6), f(6))],
     "aten.outer.default": [(f(4), f(6))],
-    "aten.addmm.default": [(f(5), f(4, 6), f(6, 5)), (f(4, 5), f(4, 6), f(6, 5)), (f(4, 1), f(4, 6), f(6, 5), n(beta=2.0, alpha=0.5))],
+    "aten.addmm.default": [
+        (f(5), f(4, 6), f(6, 5)),
+        (f(4, 5), f(4, 6), f(6, 5)),
+        (f(4, 1), f(4, 6), f(6, 5), n(beta=2.0, alpha=0.5)),
+    ],
     "aten.baddbmm.default": [(f(4, 5, 3), f(4, 5, 6), f(4, 6, 3)), (f(5, 1), f(4, 5, 6), f(4, 6, 3))],
-    "aten.einsum.default": [("bij,bjk->bik", [f(4, 5, 6), f(4, 6, 3)]), ("...d,hd->...h", [f(2, 4, 6), f(5, 6)]), ("bhq,bkh,bqk->b", [f(3, 4, 5), f(3, 2, 4), f(3, 5, 2)]), ("ij->ji", [X])],
+    "aten.einsum.default": [
+        ("bij,bjk->bik", [f(4, 5, 6), f(4, 6, 3)]),
+        ("...d,hd->...h", [f(2, 4, 6), f(5, 6)]),
+        ("bhq,bkh,bqk->b", [f(3, 4, 5), f(3, 2, 4), f(3, 5, 2)]),
+        ("ij->ji", [X]),
+    ],
     "aten.bilinear.default": [(f(3, 4), f(3, 5), f(6, 4, 5), f(6))],
     # views
-    "aten.reshape.default": [(f(4, 6, 8), [4, 6, 2, 4]), (f(4, 6, 8), [24, 8]), (f(12, 8), [3, 4, 8]), (f(4, 6), [6, 4]), (f(4, 5, 6), [4, -1]), (f(1, 4, 6), [4, 1, 2, 3]), (f(2, 3, 4), [3, 8]), (m(4, 6), [24]), (f(4, 3, 5), [-1, 3, 5]), (f(6), [1, 6, 1]), (f(), [1])],
+    "aten.reshape.default": [
+        (f(4, 6, 8), [4, 6, 2, 4]),
+        (f(4, 6, 8), [24, 8]),
+        (f(12, 8), [3, 4, 8]),
+        (f(4, 6), [6, 4]),
+        (f(4, 5, 6), [4, -1]),
+        (f(1, 4, 6), [4, 1, 2, 3]),
+        (f(2, 3, 4), [3, 8]),
+        (m(4, 6), [24]),
+        (f(4, 3, 5), [-1, 3, 5]),
+        (f(6), [1, 6, 1]),
+        (f(), [1]),
+    ],
     "aten.view.default": [(f(4, 6, 8), [4, 6, 2, 4]), (f(4, 6, 8), [24, 8])],
     "aten._unsafe_view.default": [(f(4, 6, 8), [4, 6, 2, 4])],
     "aten.view_copy.default": [(f(4, 6, 8), [4, 6, 2, 4])],
@@ -150,7 +206,12 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.select.int": [(Y, 1, 2), (Y, -1, 0)],
     "aten.slice.Tensor": [(Y, 2, 1, 5), (Y, 0, 0, 9223372036854775807), (Y, 1, 0, 4), (Y, 2, 0, 7, 2), (Y, 1, -2)],
     "aten.narrow.default": [(Y, 2, 1, 3), (Y, 2, 0, 7)],
-    "aten.pad.default": [(Y, [1, 2]), (Y, [0, 0, 1, -1], "constant", 3.0), (Y, [1, 1], "reflect"), (Y, [0, 1], "replicate")],
+    "aten.pad.default": [
+        (Y, [1, 2]),
+        (Y, [0, 0, 1, -1], "constant", 3.0),
+        (Y, [1, 1], "reflect"),
+        (Y, [0, 1], "replicate"),
+    ],
     "aten.constant_pad_nd.default": [(Y, [1, 2]), (Y, [0, 1], 2.0)],
     "aten.roll.default": [(Y, [1, 2], [1, 2]), (Y, [3])],
     "aten.flip.default": [(Y, [1]), (Y, [0, 2])],
@@ -170,6 +231,7 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.select_scatter.default": [(Y, f(5, 7), 1, 2)],
     "aten.slice_scatter.default": [(Y, f(5, 4, 3), 2, 1, 4)],
     "aten.diff.default": [(f(4, 6),), (f(4, 6), 1, 0), (f(4, 6), 1, -1, f(4, 1), f(4, 2))],
+    "aten.broadcast_tensors.default": [([f(4, 1), f(6)],), ([X, X],)],
     "aten.pixel_shuffle.default": [(f(2, 16, 3, 2), 2)],
     "aten.pixel_unshuffle.default": [(f(2, 4, 4, 6), 2)],
     # reductions
@@ -215,7 +277,7 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.norm.Scalar": [(X,)],
     "aten.norm.ScalarOpt_dim": [(X, 2, [1])],
     "aten.nansum.default": [(X,)],
-        "aten.softmax.int": [(Y, -1), (Y, 0)],
+    "aten.softmax.int": [(Y, -1), (Y, 0)],
     "aten._softmax.default": [(Y, 1, False)],
     "aten.log_softmax.int": [(Y, -1)],
     "aten._log_softmax.default": [(Y, 1, False)],
@@ -231,11 +293,22 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.rms_norm.default": [(Y, [7], f(7), 1e-5), (Y, [7])],
     "aten._fused_rms_norm.default": [(Y, [7], f(7), 1e-5)],
     "aten.group_norm.default": [(f(4, 12, 3), 4, f(12), f(12)), (f(4, 12, 3), 6), (f(3, 8, 2, 2), 2, f(8), f(8))],
-    "aten._native_batch_norm_legit_functional.default": [(f(4, 6, 3, 2), f(6), f(6), c(f(6)), c(u(6)), True, 0.1, 1e-5), (f(4, 6), None, None, c(f(6)), c(u(6)), True, 0.1, 1e-5)],
+    "aten._native_batch_norm_legit_functional.default": [
+        (f(4, 6, 3, 2), f(6), f(6), c(f(6)), c(u(6)), True, 0.1, 1e-5),
+        (f(4, 6), None, None, c(f(6)), c(u(6)), True, 0.1, 1e-5),
+    ],
     "aten._native_batch_norm_legit_no_training.default": [(f(4, 6, 3, 2), f(6), f(6), c(f(6)), c(u(6)), 0.1, 1e-5)],
     "aten.instance_norm.default": [(f(4, 6, 5), f(6), f(6), None, None, True, 0.1, 1e-5, False)],
     # losses
-    "aten.cross_entropy_loss.default": [(f(8, 6), i(6, 8), None, 2), (f(8, 6), i(6, 8), None, 0, 2, 0.1), (f(8, 6), i(6, 8), c(u(6)), 2), (f(4, 6, 5), i(6, 4, 5), None, 2), (f(4, 6), u(4, 6), None, 2), (f(8, 6), i(6, 8)), (f(6), i(6), None, 2)],
+    "aten.cross_entropy_loss.default": [
+        (f(8, 6), i(6, 8), None, 2),
+        (f(8, 6), i(6, 8), None, 0, 2, 0.1),
+        (f(8, 6), i(6, 8), c(u(6)), 2),
+        (f(4, 6, 5), i(6, 4, 5), None, 2),
+        (f(4, 6), u(4, 6), None, 2),
+        (f(8, 6), i(6, 8)),
+        (f(6), i(6), None, 2),
+    ],
     "aten.nll_loss.default": [(f(8, 6), i(6, 8), None, 2, 1)],
     "aten.nll_loss_nd.default": [(f(8, 6), i(6, 8), c(u(6)), 2), (f(4, 6, 5), i(6, 4, 5), None, 0)],
     "aten.nll_loss2d.default": [(f(4, 6, 3, 2), i(6, 4, 3, 2), None, 2)],
@@ -243,28 +316,54 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.l1_loss.default": [(X, X), (X, X, 2)],
     "aten.smooth_l1_loss.default": [(X, X), (X, X, 0)],
     "aten.huber_loss.default": [(X, X), (X, X, 2)],
-    "aten.binary_cross_entropy.default": [(u(4, 6), u(4, 6)), (u(4, 6), u(4, 6), c(u(6)), 2), (u(4, 6), u(4, 6), c(u(6)))],
-    "aten.binary_cross_entropy_with_logits.default": [(X, u(4, 6)), (X, u(4, 6), c(u(6)), c(u(6)), 2), (X, u(4, 6), None, c(u(6)))],
+    "aten.binary_cross_entropy.default": [
+        (u(4, 6), u(4, 6)),
+        (u(4, 6), u(4, 6), c(u(6)), 2),
+        (u(4, 6), u(4, 6), c(u(6))),
+    ],
+    "aten.binary_cross_entropy_with_logits.default": [
+        (X, u(4, 6)),
+        (X, u(4, 6), c(u(6)), c(u(6)), 2),
+        (X, u(4, 6), None, c(u(6))),
+    ],
     "aten.soft_margin_loss.default": [(X, c(X))],
     "aten.kl_div.default": [(X, u(4, 6)), (X, u(4, 6), 2)],
     # attention
     "aten.scaled_dot_product_attention.default": [
-        (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 2)), (f(3, 4, 5, 6), f(3, 4, 5, 6), f(3, 4, 5, 6), None, 0.0, True),
-        (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 6), f(3, 1, 5, 7)), (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 6), f(4, 5, 7)),
-        (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 6), m(5, 7)), (f(2, 8, 5, 6), f(2, 4, 5, 6), f(2, 4, 5, 6), None, 0.0, True, n(enable_gqa=True)),
-        (f(2, 6, 5, 4), f(2, 1, 5, 4), f(2, 1, 5, 4), f(2, 1, 5, 5), n(enable_gqa=True)), (f(4, 5, 6), f(4, 7, 6), f(4, 7, 6)),
+        (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 2)),
+        (f(3, 4, 5, 6), f(3, 4, 5, 6), f(3, 4, 5, 6), None, 0.0, True),
+        (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 6), f(3, 1, 5, 7)),
+        (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 6), f(4, 5, 7)),
+        (f(3, 4, 5, 6), f(3, 4, 7, 6), f(3, 4, 7, 6), m(5, 7)),
+        (f(2, 8, 5, 6), f(2, 4, 5, 6), f(2, 4, 5, 6), None, 0.0, True, n(enable_gqa=True)),
+        (f(2, 6, 5, 4), f(2, 1, 5, 4), f(2, 1, 5, 4), f(2, 1, 5, 5), n(enable_gqa=True)),
+        (f(4, 5, 6), f(4, 7, 6), f(4, 7, 6)),
         (f(2, 3, 4, 5, 6), f(2, 3, 4, 7, 6), f(2, 3, 4, 7, 6)),
     ],
     # convolutions and pooling
-    "aten.convolution.default": [(f(3, 4, 5, 5), f(6, 4, 3, 3), f(6), [1, 1], [1, 1], [1, 1], False, [0, 0], 1), (f(3, 4, 5), f(4, 6, 3), f(6), [2], [1], [1], True, [0], 1)],
-    "aten.conv1d.default": [(f(3, 4, 9), f(6, 4, 3), f(6), [2], [1]), (f(4, 9), f(6, 4, 3), f(6)), (f(3, 4, 9), f(4, 1, 3), f(4), [1], [0], [1], 4)],
-    "aten.conv2d.default": [(f(4, 4, 5, 5), f(6, 4, 3, 3), f(6)), (f(3, 8, 5, 5), f(8, 2, 3, 3), f(8), [1, 1], [1, 1], [1, 1], 4), (f(3, 4, 4, 4), f(8, 4, 2, 2), None, [2, 2])],
+    "aten.convolution.default": [
+        (f(3, 4, 5, 5), f(6, 4, 3, 3), f(6), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        (f(3, 4, 5), f(4, 6, 3), f(6), [2], [1], [1], True, [0], 1),
+    ],
+    "aten.conv1d.default": [
+        (f(3, 4, 9), f(6, 4, 3), f(6), [2], [1]),
+        (f(4, 9), f(6, 4, 3), f(6)),
+        (f(3, 4, 9), f(4, 1, 3), f(4), [1], [0], [1], 4),
+    ],
+    "aten.conv2d.default": [
+        (f(4, 4, 5, 5), f(6, 4, 3, 3), f(6)),
+        (f(3, 8, 5, 5), f(8, 2, 3, 3), f(8), [1, 1], [1, 1], [1, 1], 4),
+        (f(3, 4, 4, 4), f(8, 4, 2, 2), None, [2, 2]),
+    ],
     "aten.conv3d.default": [(f(2, 4, 3, 3, 3), f(4, 4, 2, 2, 2), f(4))],
     "aten.conv1d.padding": [(f(3, 4, 9), f(6, 4, 3), f(6), [1], "same")],
     "aten.conv2d.padding": [(f(3, 4, 5, 5), f(6, 4, 3, 3), f(6), [1, 1], "same")],
     "aten.conv3d.padding": [(f(2, 4, 3, 3, 3), f(4, 4, 2, 2, 2), f(4), [1, 1, 1], "valid")],
     "aten.conv_transpose1d.default": [(f(3, 4, 5), f(4, 6, 3), f(6), [2])],
-    "aten.conv_transpose2d.input": [(f(3, 4, 3, 3), f(4, 6, 2, 2), f(6), [2, 2]), (f(3, 4, 3, 3), f(4, 2, 2, 2), f(8), [2, 2], [0, 0], [0, 0], 4)],
+    "aten.conv_transpose2d.input": [
+        (f(3, 4, 3, 3), f(4, 6, 2, 2), f(6), [2, 2]),
+        (f(3, 4, 3, 3), f(4, 2, 2, 2), f(8), [2, 2], [0, 0], [0, 0], 4),
+    ],
     "aten.conv_transpose3d.input": [(f(2, 4, 2, 2, 2), f(4, 4, 2, 2, 2), f(4))],
     "aten.max_pool1d.default": [(f(3, 4, 9), [3], [2])],
     "aten.max_pool2d.default": [(f(3, 4, 6, 6), [3, 3], [2, 2], [1, 1])],
@@ -298,7 +397,13 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.upsample_trilinear3d.default": [(f(2, 4, 2, 2, 2), [4, 4, 4], False)],
     # lookups
     "aten.embedding.default": [(f(9, 6), i(9, 4, 5)), (f(9, 4), i(9, 5), 3), (f(5, 4), i(5, 4, 3), -1, True)],
-    "aten.index.Tensor": [(Y, [i(5, 4)]), (Y, [None, i(4, 3, 2)]), (Y, [i(5, 3, 1), None, i(7, 4)]), (f(4, 6), [i(4, 3, 1), i(6, 5)]), (f(4, 6), [m(4)])],
+    "aten.index.Tensor": [
+        (Y, [i(5, 4)]),
+        (Y, [None, i(4, 3, 2)]),
+        (Y, [i(5, 3, 1), None, i(7, 4)]),
+        (f(4, 6), [i(4, 3, 1), i(6, 5)]),
+        (f(4, 6), [m(4)]),
+    ],
     "aten.index_put.default": [(Y, [i(5, 3)], f(3, 4, 7)), (Y, [None, i(4, 3)], f(1), True)],
     "aten.index_select.default": [(Y, 1, i(4, 6))],
     "aten.gather.default": [(f(4, 6), 1, i(6, 4, 3)), (f(4, 6), 1, i(6, 2, 4)), (Y, 0, i(5, 3, 4, 7))],
@@ -337,7 +442,7 @@ SAMPLES: dict[str, list[Line]] = {
     "aten.bernoulli.p": [(c(X), 1.0)],
     "aten.rand_like.default": [(Y,)],
     "aten.randn_like.default": [(Y,)],
-}  # fmt: skip
+}
 
 
 def samples(name: str) -> list[Line]:
@@ -355,4 +460,6 @@ def make(line: Line, seed: int = 0) -> tuple[list[Any], dict[str, Any]]:
         return value(generator) if callable(value) else value
 
     keywords = line[-1] if line and isinstance(line[-1], n) else {}
-    return [real(value) for value in line if not isinstance(value, n)], {key: real(value) for key, value in keywords.items()}
+    return [real(value) for value in line if not isinstance(value, n)], {
+        key: real(value) for key, value in keywords.items()
+    }

@@ -79,23 +79,37 @@ WRONG = [
     ("aten.transpose.int", "a b -> a b", (f(4, 4), 0, 1)),
     ("aten.cross_entropy_loss.default", "b c!, b -> ", (f(8, 6), i(6, 8))),
     ("aten.prod.default", "b... -> ", (f(6),)),
-    ("aten.scaled_dot_product_attention.default", "b h s k!, b h t! k!, b h t! k! -> b h s k!", (f(2, 2, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, 0.0, True)),
-    ("aten.scaled_dot_product_attention.default", "b h s! k!, b h t k!, b h t k! -> b h s! k!", (f(2, 2, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2))),
+    (
+        "aten.scaled_dot_product_attention.default",
+        "b h s k!, b h t! k!, b h t! k! -> b h s k!",
+        (f(2, 2, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, 0.0, True),
+    ),
+    (
+        "aten.scaled_dot_product_attention.default",
+        "b h s! k!, b h t k!, b h t k! -> b h s! k!",
+        (f(2, 2, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2)),
+    ),
     ("aten.roll.default", "a b -> a b", (f(4, 6), [1], [1])),
     ("aten.gather.default", "a b, a i -> a i", (f(4, 6), 1, i(6, 4, 3))),
     ("aten.var.correction", "b d -> b", (f(4, 6), [1])),
     ("aten.logsumexp.default", "b d -> b", (f(4, 6), [1])),
     ("aten.div.Tensor", Rule("b..., b... -> b...", linear=((1,),)), (f(4, 6), u(4, 6))),
     ("aten.conv2d.default", "b c x!..., o c k!..., o -> b o y!...", (f(2, 4, 3, 3), f(6, 4, 2, 2), f(6))),
-    ("aten.conv2d.default", "b c x!..., c i! k!..., c -> b c y!...", (f(2, 6, 3, 3), f(6, 2, 2, 2), f(6), [1, 1], [0, 0], [1, 1], 3)),
+    (
+        "aten.conv2d.default",
+        "b c x!..., c i! k!..., c -> b c y!...",
+        (f(2, 6, 3, 3), f(6, 2, 2, 2), f(6), [1, 1], [0, 0], [1, 1], 3),
+    ),
     ("aten.pow.Tensor_Scalar", Rule("b... -> b...", linear=True), (f(4, 6), 2)),
     ("aten.index_select.default", "a v, i -> a i", (f(4, 6), 1, i(6, 6))),
     ("aten.sort.default", "a b -> a b, a b", (w(4, 6),)),
     ("aten.where.self", Rule("b..., b..., b... -> b...", linear=((1,),)), (m(4, 6), f(4, 6), f(4, 6))),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "rule", "line"), WRONG, ids=[f"{entry[0].split('.')[1]}-{at}" for at, entry in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("name", "rule", "line"), WRONG, ids=[f"{entry[0].split('.')[1]}-{at}" for at, entry in enumerate(WRONG)]
+)
 def test_wrong_rules_are_rejected(name: str, rule: Rule | str, line: Line) -> None:
     table = DEFAULT_RULES.with_rule(name, rule)
     args, kwargs = make(line)
