@@ -163,7 +163,7 @@ class LayoutGraph:
     sizes: tuple[int, ...]
     shapes: tuple[tuple[GroupShape, ...], ...]
     local: LocalCosts
-    _next: dict[int, Ints] = field(default_factory=dict, repr=False, compare=False)
+    _next: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def active(self) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ class LayoutGraph:
             # The first of the best, a tenth of a step's length apart at most: float noise decides nothing.
             good = through <= best[graph.tails[order]] + _STEP_S / 10
             first = np.minimum.reduceat(np.where(good, np.arange(len(order)), len(order)), starts)
-            self._next[target] = order[first]
+            self._next[target] = order[first].astype(np.int32)
 
     def _number(self, layout: Layout) -> int:
         return self.structure.number(tuple(layout[axis] for axis in self.active))

@@ -51,25 +51,26 @@ def test_published_times_are_met_within_a_factor_of_two(name: str, spec: str, si
     assert 0.5 < collective(name, whole(spec), float(size)) / published_s < 2
 
 
-# Measured on an emulated network: rate and one-way delay given, no hardware.
+# Measured on an emulated network of 1 Gbit/s and 0.2 ms one way (a message takes 302 us): seconds of an empty
+# collective, and a byte that a rank sends.
 @pytest.mark.parametrize(
-    ("name", "ranks", "latency_s", "alpha_s", "beta_s"),
+    ("name", "ranks", "empty_s", "sent_byte_s"),
     [
-        ("all_reduce", 2, 302e-6, 1170e-6, 9.1e-9),
-        ("all_gather", 2, 302e-6, 683e-6, 9.8e-9),
-        ("all_reduce", 4, 302e-6, 3706e-6, 8.0e-9 * 1.5),
-        ("all_gather", 4, 302e-6, 2306e-6, 8.6e-9 * 0.75),
-        ("reduce_scatter", 4, 302e-6, 4088e-6, 16.4e-9 * 0.75),
-        ("all_to_all", 4, 302e-6, 861e-6, 10.7e-9 * 0.75),
+        ("all_reduce", 2, 1170e-6, 9.1e-9),
+        ("all_gather", 2, 683e-6, 9.8e-9),
+        ("all_reduce", 4, 3706e-6, 8.0e-9),
+        ("all_gather", 4, 2306e-6, 8.6e-9),
+        ("reduce_scatter", 4, 4088e-6, 16.4e-9),
+        ("all_to_all", 4, 861e-6, 10.7e-9),
     ],
 )
-def test_gloo_as_measured(name: str, ranks: int, latency_s: float, alpha_s: float, beta_s: float) -> None:
+def test_gloo_as_measured(name: str, ranks: int, empty_s: float, sent_byte_s: float) -> None:
     (shape,) = whole(f"{ranks}x1@cpu")
-    shape = replace(shape, between_latency_s=latency_s, between_bandwidth=0.122e9)
-    assert collective(name, [shape], 0.0) == pytest.approx(alpha_s, rel=0.2)
-    per_byte = (collective(name, [shape], 1e6) - collective(name, [shape], 0.0)) / 1e6
-    scale = beta_s if ranks == 4 else beta_s * {"all_reduce": 1.0, "all_gather": 0.5}[name]
-    assert per_byte == pytest.approx(scale, rel=0.45)
+    shape = replace(shape, between_latency_s=302e-6)
+    empty = collective(name, [shape], 0.0)
+    sent = (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks
+    assert empty == pytest.approx(empty_s, rel=0.2)
+    assert (collective(name, [shape], 1e6) - empty) / 1e6 / sent == pytest.approx(sent_byte_s, rel=0.3)
 
 
 def test_closed_forms_of_a_ring_in_one_node() -> None:
