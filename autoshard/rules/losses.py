@@ -33,9 +33,9 @@ def _class_loss(op: Operator, classes: str) -> Rule | None:
 
 
 def _cross_entropy(op: Operator) -> Rule | None:
-    """Classes are split by an own implementation, where targets are indices of 2-dim logits without weights."""
+    """Classes are split by an own implementation, where targets are indices and classes have no weights."""
     indices = not op.operands[1].dtype.is_floating_point
-    by_class = len(op.operands[0].shape) == 2 and indices and operand_index(op, "weight") is None
+    by_class = indices and operand_index(op, "weight") is None
     return _class_loss(op, "@vocab_cross_entropy" if by_class else "!")
 
 
