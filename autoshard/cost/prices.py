@@ -1,10 +1,9 @@
 """Seconds of everything a plan does on one mesh: operators, conversions, transfers between stages, the optimizer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-
-import numpy as np
 
 from autoshard.cluster import Cluster, Device
 from autoshard.cost.collectives import Floats, GroupShape, axis_shapes, collective, transfer
@@ -99,18 +98,20 @@ class Prices:
 
     def _inner(self, op: Operator, name: str, shapes: Sequence[GroupShape]) -> tuple[float, float]:
         """Seconds of the communication inside a named implementation, forward and backward."""
-        trains = any(operand.needs_grad for operand in op.operands)
+        x = op.operands[0]
+        wide = 4.0 if x.dtype.itemsize < 4 else float(x.dtype.itemsize)  # both accumulate in float32 or wider
+
+        def reduced(*numbers: float) -> float:
+            return sum(float(collective("all_reduce", shapes, wide * count)) for count in numbers)
+
         if name == "vocab_cross_entropy":
-            # The largest logit, the sum of exponentials and the target's logit of each row, float32.
-            logits = op.operands[0].shape
-            rows = np.prod(logits[:1] + logits[2:]) if len(logits) > 1 else 1.0
-            return 3 * float(collective("all_reduce", shapes, 4.0 * float(rows))), 0.0
+            # Of each row the largest logit, then the sum of exponentials, the target's logit and the smoothing's sum.
+            rows = float(math.prod(x.shape[:1] + x.shape[2:])) if len(x.shape) > 1 else 1.0
+            return reduced(rows, 3 * rows), 0.0
         if name == "batch_norm_synced":
-            # Count, sum and sum of squares of each channel; in backward the two sums of the gradient.
-            channels = float(op.operands[0].shape[1]) if len(op.operands[0].shape) > 1 else 1.0
-            forward = float(collective("all_reduce", shapes, 4.0 * (2 * channels + 1)))
-            backward = float(collective("all_reduce", shapes, 4.0 * 2 * channels)) if trains else 0.0
-            return forward, backward
+            # Of each channel the sum (and the count), then the squares; in backward two sums of the gradient.
+            channels = float(x.shape[1])
+            return reduced(channels + 1, channels), reduced(2 * channels) if x.needs_grad else 0.0
         return 0.0, 0.0
 
     def conversion(self, type: TensorType, source: Layout, target: Layout) -> ConversionPrice:
