@@ -6,6 +6,7 @@ one before the fork, and each rank runs on one thread.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import queue
@@ -13,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from autoshard.errors import AutoshardError, BadInput
 
+PRELOAD = ("torch.fx.experimental.symbolic_shapes",)  # autograd imports it at the first backward: a second a rank
 _CONSEQUENCES = ("Connection closed", "Connection reset", "Broken pipe", "imed out")  # of another rank's end
 
 
@@ -34,16 +36,25 @@ class RanksFailed(RuntimeError):
         super().__init__(f"rank {rank} failed:\n{detail.rstrip()}")
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    preload: Sequence[str] = (),
+) -> list[Any]:
     """Call `function(rank, world_size, *args)` in `world_size` processes; the results in the order of the ranks.
 
     Each rank runs inside an initialised gloo process group. function and args need not pickle, the results must (by
-    torch's own pickling of tensors, their values are copied).
+    torch's own pickling of tensors, their values are copied). preload: modules to import before forking, so that not
+    every rank must ("torch._dynamo", which torch.utils.checkpoint imports when first called, takes seconds).
     Raises RanksFailed with the first traceback that is not a mere consequence of another rank's end; refusals
     (AutoshardError) are raised as themselves. After `timeout_s` seconds every rank that is left is killed.
     """
     if not dist.is_available() or not dist.is_gloo_available():
         raise BadInput("this torch has no gloo backend", help="install a torch built with torch.distributed and gloo")
+    for module in (*PRELOAD, *preload):
+        importlib.import_module(module)
     context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

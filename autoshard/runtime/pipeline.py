@@ -195,7 +195,7 @@ class _Run:
             value = returned[crossing.name].detach()
             if value.dtype != dtype:
                 raise TypeError(f"'{crossing.name}' is {value.dtype}, receivers wait for {dtype}")
-            owner.forward_messages.send(value, shape, *self._ends(crossing))
+            owner.forward_messages.send(value, shape, *self._ends(crossing), part)
         if torch.is_grad_enabled():
             self.values[part] = received, returned
         return [returned["loss"].detach()] if "loss" in returned else []
@@ -204,6 +204,7 @@ class _Run:
         """Run microbatch `part` backward from the gradients that later stages send, and send on its own."""
         owner = self.owner
         received, returned = self.values.pop(part)
+        owner.forward_messages.finish(part)  # long since received: lets go of the memory
         gradients: dict[str, Tensor] = {}
         for number, arrival in self.arriving.pop(("B", part)).items():
             name, gradient = owner.sent[number].name, arrival.wait()

@@ -55,22 +55,24 @@ class Messages:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank()
-        self.under_way: list[tuple[Any, Tensor]] = []
+        self.under_way: list[tuple[int, Any, Tensor]] = []
         self.known: dict[Any, list[Message]] = {}
 
-    def send(self, value: Tensor, shape: Sequence[int], giver: End, taker: End) -> None:
-        self.under_way = [(work, piece) for work, piece in self.under_way if not work.is_completed()]
-        expected = giver[0].box(shape, giver[1])
-        if list(value.shape) != [piece.stop - piece.start for piece in expected]:
-            raise ValueError(f"a value of {list(value.shape)} is not this rank's part {expected} of {list(shape)}")
+    def send(self, value: Tensor, shape: Sequence[int], giver: End, taker: End, part: int = 0) -> None:
+        """Start to send this rank's part of a tensor of `shape`; part: the microbatch, for `finish`."""
+        self.under_way = [entry for entry in self.under_way if not entry[1].is_completed()]  # gloo never says so
+        expected = [piece.stop - piece.start for piece in giver[0].box(shape, giver[1])]
+        if list(value.shape) != expected:
+            raise ValueError(f"this rank's part of {list(shape)} must be {expected}, but it is {list(value.shape)}")
         for message in self._messages(shape, giver, taker):
             if message.sender == self.rank:
                 piece = value[message.sent].contiguous()
-                self.under_way.append((dist.isend(piece, message.receiver, group=self.group), piece))
+                self.under_way.append((part, dist.isend(piece, message.receiver, group=self.group), piece))
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, giver: End, taker: End
     ) -> Arrival:
+        """Start to receive this rank's part of a tensor of `shape`."""
         box = [piece.stop - piece.start for piece in taker[0].box(shape, taker[1])]
         value = torch.empty(box, dtype=dtype, device=device)
         pieces = []
@@ -83,10 +85,12 @@ class Messages:
                 pieces.append((dist.irecv(piece, message.sender, group=self.group), piece, place))
         return Arrival(value, pieces)
 
-    def finish(self) -> None:
-        for work, _ in self.under_way:
-            work.wait()
-        self.under_way = []
+    def finish(self, part: int | None = None) -> None:
+        """Wait until what was sent of microbatch `part` (of all, if left out) has left."""
+        for number, work, _ in self.under_way:
+            if part is None or number == part:
+                work.wait()
+        self.under_way = [entry for entry in self.under_way if part is not None and entry[0] != part]
 
     def _messages(self, shape: Sequence[int], giver: End, taker: End) -> list[Message]:
         ends = [(tuple(mesh.ranks), tuple(sorted(placement.items()))) for mesh, placement in (giver, taker)]
