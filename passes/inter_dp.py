@@ -1,25 +1,25 @@
 """The stage search on tables of numbers: which segments run together, on how many devices, in which way.
 
-A pipeline is a sequence of stages; a stage is a run of consecutive segments on consecutive devices. With M microbatches,
-stage s (0 first) takes f_s seconds forward and b_s backward for one microbatch, and sends what crosses to stage s+1 in c_s
-seconds, as long again for the gradients on the way back. One whole training step takes
+A pipeline is a sequence of stages; a stage is a run of consecutive segments on consecutive devices. With M
+microbatches, stage s (0 first) takes f_s seconds forward and b_s backward for one microbatch, and sends what crosses to
+stage s+1 in c_s seconds, as long again for the gradients on the way back. One whole training step takes
 
     1F1B    sum_s (f_s + b_s + 2 c_s)  +  (M - 1) * max_s (f_s + b_s + 2 c_s)                         +  exposed
     GPipe   sum_s (f_s + b_s + 2 c_s)  +  (M - 1) * (max_s max(f_s, c_s) + max_s max(b_s, c_s))       +  exposed
     exposed = max_s (tail_s - sum_{r < s} (b_r + c_r))
 
 where tail_s is work done once a step after the last backward of the stage (gradient sums, the optimizer): a later stage
-ends earlier by the backward passes that still run before it, and hides that much of its tail. In 1F1B a transfer lies on the
-round trip between two stages whose microbatches in flight are limited, so it counts in the steady state; in GPipe
-transfers run beside compute and only the slowest of them can hold the steady state.
+ends earlier by the backward passes that still run before it, and hides that much of its tail. In 1F1B a transfer lies
+on the round trip between two stages whose microbatches in flight are limited, so it counts in the steady state; in
+GPipe transfers run beside compute and only the slowest of them can hold the steady state.
 
-The search goes from the last stage to the first: stage number k from the end holds min(M, k) microbatches under 1F1B and M
-under GPipe, so memory is decided when a stage is added; and `exposed` needs no sum over earlier stages:
-exposed(s.. end) = max(tail_s, exposed(s+1.. end) - b_s - c_s). Per (first segment, first device, size of the first stage,
-stages so far) it keeps the Pareto set of (sum, slowest, exposed, bytes arriving at the first stage): all that the rest of
-the pipeline can see. This is exact, without a loop over bounds of the slowest stage. A label is dropped only when a proved lower bound of every
-completion exceeds the best time known: the segments before it need at least `work_s` device-seconds of a microbatch on the
-devices that are left.
+The search goes from the last stage to the first: stage number k from the end holds min(M, k) microbatches under 1F1B
+and M under GPipe, so memory is decided when a stage is added; and `exposed` needs no sum over earlier stages:
+exposed(s.. end) = max(tail_s, exposed(s+1.. end) - b_s - c_s). Per (first segment, first device, size of the first
+stage, stages so far) it keeps the Pareto set of (sum, slowest, exposed, bytes arriving at the first stage): all that
+the rest of the pipeline can see. This is exact, without a loop over bounds of the slowest stage. A label is dropped
+only when a proved lower bound of every completion exceeds the best time known: the segments before it need at least
+`work_s` device-seconds of a microbatch on the devices that are left.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.schedule import in_flight
-
 
 TransferPrice = Callable[[int, int, int, int, float], float]
 
@@ -179,9 +178,7 @@ def _starts(problem: StageProblem, stop: int, count: int) -> Iterator[int]:
             return
 
 
-def _extended(
-    label: _Label, stage: PlacedStage, microbatches: int, schedule: str, price: TransferPrice
-) -> _Label:
+def _extended(label: _Label, stage: PlacedStage, microbatches: int, schedule: str, price: TransferPrice) -> _Label:
     """`label` with one more stage before it."""
     option, right, transfer_s = stage.option, label.stage, 0.0
     if right is not None and label.arriving_bytes:

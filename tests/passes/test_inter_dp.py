@@ -17,14 +17,20 @@ from autoshard.schedule import in_flight
 
 
 def random_problem(seed: int, **fixed: object) -> StageProblem:
-    """Up to 5 segments on 4 to 6 devices; a stage's ways differ in time, memory (how many microbatches fit) and traffic."""
+    """Up to 5 segments on 4 to 6 devices; ways differ in time, memory (how many microbatches fit) and traffic."""
     rng = random.Random(seed)
     segments, devices = rng.randint(1, 5), rng.randint(4, 6)
     sizes = rng.choice([(1, 2, 4), (1, 2, 3), (2, 4), (1,)])
     work = [rng.uniform(1, 5) for _ in range(segments)]
     ways = rng.randint(1, 3)
     traits = {
-        (size, way): (rng.uniform(1.0, 1.6), rng.uniform(0.2, 0.5), rng.uniform(0, 4), rng.randint(1, 4), rng.uniform(0, 3))
+        (size, way): (
+            rng.uniform(1.0, 1.6),
+            rng.uniform(0.2, 0.5),
+            rng.uniform(0, 4),
+            rng.randint(1, 4),
+            rng.uniform(0, 3),
+        )
         for size in sizes
         for way in range(ways)
     }
@@ -71,7 +77,10 @@ def every_pipeline(problem: StageProblem) -> Iterator[tuple[PlacedStage, ...]]:
                 first = [problem.devices - sum(sizes[index:]) for index in range(count)]
                 ways = [
                     problem.options(
-                        bounds[index], bounds[index + 1], sizes[index], first[index],
+                        bounds[index],
+                        bounds[index + 1],
+                        sizes[index],
+                        first[index],
                         in_flight(problem.schedule, count, problem.microbatches, index),
                     )
                     for index in range(count)
@@ -114,7 +123,9 @@ def test_equals_brute_force(seed: int) -> None:
     if found is not None:
         assert found.step_time_s == pytest.approx(expected, rel=1e-12)
         assert whole_step_s(problem, found.stages) == pytest.approx(found.step_time_s, rel=1e-12)
-        assert step_time_s(found.stages, problem.microbatches, problem.schedule, problem.transfer_s) == found.step_time_s
+        assert (
+            step_time_s(found.stages, problem.microbatches, problem.schedule, problem.transfer_s) == found.step_time_s
+        )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -141,11 +152,22 @@ def test_memory_of_microbatches_in_flight_is_honoured() -> None:
     """Two equal segments, 8 microbatches: a first stage that can hold only one microbatch cannot stand under 1F1B."""
 
     def options(start: int, stop: int, size: int, first_device: int, holding: int) -> tuple[Option, ...]:
-        return (Option(1.0 * (stop - start) / size, 2.0 * (stop - start) / size, 0.0, 0.0, holding),) if holding <= 1 else ()
+        return (
+            (Option(1.0 * (stop - start) / size, 2.0 * (stop - start) / size, 0.0, 0.0, holding),)
+            if holding <= 1
+            else ()
+        )
 
     problem = StageProblem(
-        2, 2, 8, "1f1b", (1, 2), lambda end, size: (end - size,) if end >= size else (), options,
-        lambda *_: 0.0, (0.0, 3.0, 6.0),
+        2,
+        2,
+        8,
+        "1f1b",
+        (1, 2),
+        lambda end, size: (end - size,) if end >= size else (),
+        options,
+        lambda *_: 0.0,
+        (0.0, 3.0, 6.0),
     )
     found = best_pipeline(problem)
     assert found is not None

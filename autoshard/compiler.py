@@ -1,0 +1,111 @@
+"""The compiler: a tuple of passes and the loop that runs it.
+
+A pass reads results of earlier passes by name and its own result gets its name. Printing, timing and saving are
+observers around the loop. `PLANNING` are the passes from a workload to a plan:
+
+    workload -> trace -> program -> segment -> chain -> plan
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from autoshard.cluster import Cluster
+from autoshard.passes.inter_op import InterOp
+from autoshard.passes.inter_options import MeshShape, PlanOptions, format_mesh, parse_mesh
+from autoshard.passes.segment import Chain, segment
+from autoshard.passes.trace import trace
+from autoshard.plan import Plan
+from autoshard.program import Program
+from autoshard.workload import Workload
+
+__all__ = [
+    "MeshShape",
+    "Observer",
+    "Pass",
+    "PlanOptions",
+    "Timing",
+    "format_mesh",
+    "make_plan",
+    "parse_mesh",
+    "planning",
+    "run_passes",
+]
+
+
+class Observer(Protocol):
+    """Sees every pass begin and end."""
+
+    def on_start(self, name: str) -> None:
+        """A pass begins."""
+
+    def on_end(self, name: str, result: Any, seconds: float) -> None:
+        """A pass has made `result`."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step. name: of its result. reads: names of the results it is called with, in order."""
+
+    name: str
+    reads: tuple[str, ...]
+    run: Callable[..., Any]
+
+
+def run_passes(passes: Sequence[Pass], given: Mapping[str, Any], observers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Run the passes in order; what was given and every result, by name."""
+    results = dict(given)
+    for step in passes:
+        for observer in observers:
+            observer.on_start(step.name)
+        started = time.perf_counter()
+        results[step.name] = step.run(*(results[name] for name in step.reads))
+        took = time.perf_counter() - started
+        for observer in observers:
+            observer.on_end(step.name, results[step.name], took)
+    return results
+
+
+@dataclass
+class Timing:
+    """An observer that keeps the seconds of each pass."""
+
+    seconds: dict[str, float]
+
+    def on_start(self, name: str) -> None:
+        """Nothing."""
+
+    def on_end(self, name: str, result: Any, seconds: float) -> None:
+        """Keep the seconds."""
+        self.seconds[name] = seconds
+
+
+def planning(cluster: Cluster, options: PlanOptions, baselines: bool = True) -> tuple[Pass, ...]:
+    """The passes from "workload" to "plan"."""
+    return (
+        Pass("program", ("workload",), trace),
+        Pass("chain", ("program",), segment),
+        Pass("plan", ("program", "chain"), InterOp(cluster, options, baselines)),
+    )
+
+
+def make_plan(
+    workload: Workload,
+    cluster: Cluster,
+    options: PlanOptions | None = None,
+    observers: Sequence[Observer] = (),
+    baselines: bool = True,
+) -> tuple[Program, Chain, Plan]:
+    """Trace a workload, cut it into segments and plan it. Raises every AutoshardError but NotEqual."""
+    timing = Timing({})
+    results = run_passes(
+        planning(cluster, options or PlanOptions(), baselines), {"workload": workload}, (*observers, timing)
+    )
+    plan: Plan = results["plan"]
+    seconds = {
+        "trace_s": timing.seconds["program"],
+        "segment_s": timing.seconds["chain"],
+        "plan_s": timing.seconds["plan"],
+    }
+    return results["program"], results["chain"], replace(plan, timing=seconds)

@@ -1,0 +1,301 @@
+"""Prices of a program's ways: the integer program on the inner axes, and the data-parallel axis in closed form."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import numpy as np
+from torch import fx
+
+from autoshard.cost.memory import parameter_memory
+from autoshard.cost.prices import Prices
+from autoshard.errors import InfeasiblePlan
+from autoshard.passes.inter_options import MeshShape, PlanOptions
+from autoshard.passes.inter_sites import Site, Sites
+from autoshard.passes.inter_ways import DataParallelPrices, Numbers, Stored, Way, ways_of_shape
+from autoshard.passes.intra_op import ChainProblem, ChainSolution, Pin, SegmentCost
+from autoshard.passes.segment import Chain
+from autoshard.placement import I, Layout, Placement, conversion
+from autoshard.plan import Mesh
+from autoshard.program import Program, Value, operand_values, result_types
+from autoshard.rules import AxisStrategy
+
+DATA_AXIS = "dp"
+Solve = Callable[[ChainProblem], ChainSolution]
+
+
+def mesh_of(shape: MeshShape, first_device: int) -> Mesh:
+    """A shape laid over consecutive devices."""
+    sizes = tuple(size for _, size in shape)
+    count = int(np.prod(sizes, dtype=np.int64))
+    return Mesh(tuple(axis for axis, _ in shape), sizes, tuple(range(first_device, first_device + count)))
+
+
+def inner_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of one data-parallel rank: all axes but dp, at dp's first coordinate."""
+    if DATA_AXIS not in mesh.axes:
+        return mesh
+    place = mesh.axes.index(DATA_AXIS)
+    devices = np.asarray(mesh.devices).reshape(mesh.sizes).take(0, axis=place).ravel()
+    axes, sizes = list(mesh.axes), list(mesh.sizes)
+    del axes[place], sizes[place]
+    return Mesh(tuple(axes), tuple(sizes), tuple(int(device) for device in devices))
+
+
+_MOVING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class SampleSum:
+    """A value that splitting samples makes partial and that segment `segment` wants whole: collective and bytes.
+
+    is_split: whether the bytes are those of all samples of the batch, of which a microbatch has its share.
+    """
+
+    segment: int
+    collective: str
+    bytes: float
+    is_split: bool
+
+
+@dataclass(frozen=True)
+class Pricer:
+    """Prices ways of the whole chain. It solves each (inner mesh's site, microbatches x dp) once.
+
+    samples: where samples lie in every value, None where operators couple them: then the batch is one microbatch and
+    every mesh is solved whole. pins: what the user fixed. solve: `solve_chain`.
+    """
+
+    program: Program
+    chain: Chain
+    sites: Sites
+    options: PlanOptions
+    samples: Mapping[str, AxisStrategy] | None
+    pins: tuple[Pin, ...]
+    batch: int
+    solve: Solve
+    _solutions: dict[tuple[object, ...], ChainSolution | None] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether dp may be priced apart from the inner axes."""
+        parameters = {name for p in self.program.parameters.values() for name in (p.name, *p.aliases)}
+        on_dp = [pin for pin in self.pins if pin.axis == DATA_AXIS]
+        return self.samples is not None and all(_matches_only(pin, parameters) for pin in on_dp)
+
+    def ways(self, site: Site, first_device: int, microbatches: int) -> tuple[Way, ...]:
+        """The ways of all mesh shapes at a site; of those whose dp does not divide a microbatch there are none."""
+        found: list[Way] = []
+        for shape in self.sites.shapes(len(site)):
+            dp = dict(shape).get(DATA_AXIS, 1)
+            lacks_axis = any(pin.axis not in dict(shape) for pin in self.pins)
+            if lacks_axis or (self.batch // microbatches) % dp:
+                continue
+            mesh = mesh_of(shape, first_device)
+            if self.is_separable:
+                found += self._separate(shape, mesh, microbatches)
+            else:
+                found += self._whole(shape, mesh, microbatches)
+        return tuple(found)
+
+    # ---------------------------------------------------------------- the integer program, once for each problem
+
+    def inner_solution(self, mesh: Mesh, microbatches: int) -> ChainSolution | None:
+        """The whole chain on the inner axes of `mesh`, without regard to memory; None where pins leave nothing."""
+        inner, dp = inner_mesh(mesh), dict(zip(mesh.axes, mesh.sizes, strict=True)).get(DATA_AXIS, 1)
+        return self._solved(inner, microbatches * dp, tuple(pin for pin in self.pins if pin.axis != DATA_AXIS))
+
+    def _solved(self, mesh: Mesh, microbatches: int, pins: tuple[Pin, ...]) -> ChainSolution | None:
+        site = self.sites.relative(mesh.devices)
+        key = (mesh.axes, mesh.sizes, site, microbatches, pins)
+        if key not in self._solutions:
+            problem = replace(self.problem(mesh, microbatches, (0, len(self.chain.segments))), remat=False, pins=pins)
+            try:
+                self._solutions[key] = self.solve(problem)
+            except InfeasiblePlan:
+                self._solutions[key] = None
+        return self._solutions[key]
+
+    def problem(self, mesh: Mesh, microbatches: int, segments: tuple[int, int]) -> ChainProblem:
+        """A run of segments on a mesh, under the user's pins and without a memory limit."""
+        return ChainProblem(
+            self.program, self.chain, segments, self.sites.cluster, mesh, microbatches, self.options.optimizer,
+            pins=self.pins, samples=self.samples if self.samples is not None else {},
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- ways from its answer
+
+    def _separate(self, shape: MeshShape, mesh: Mesh, microbatches: int) -> Iterator[Way]:
+        solution = self.inner_solution(mesh, microbatches)
+        if solution is not None:
+            everything = (0, len(self.chain.segments))
+            yield from self.ways_of_solution(shape, mesh, microbatches, solution, everything)
+
+    def ways_of_solution(
+        self, shape: MeshShape, mesh: Mesh, microbatches: int, solution: ChainSolution, segments: tuple[int, int]
+    ) -> Iterator[Way]:
+        """The ways of a shape for a run of segments, from its solution on the inner axes."""
+        prices = Prices(self.sites.cluster, mesh, self.options.optimizer)
+        dp = dict(shape).get(DATA_AXIS, 1)
+        base = self._numbers(solution.costs, microbatches * dp, segments)
+        if dp > 1:
+            base = self._with_sample_sums(base, prices, mesh.axes.index(DATA_AXIS), microbatches, segments[0])
+        parameters = self.stored(solution.parameters, inner_mesh(mesh), dp, segments)
+        for way in ways_of_shape(shape, base, parameters, self._data_prices(mesh, prices, parameters)):
+            if not self._pins_dp or way.sharded or dp == 1:
+                yield way
+
+    def _whole(self, shape: MeshShape, mesh: Mesh, microbatches: int) -> Iterator[Way]:
+        solution = self._solved(mesh, microbatches, self.pins)
+        if solution is None:
+            return
+        prices = Prices(self.sites.cluster, mesh, self.options.optimizer)
+        alone = DataParallelPrices(1, {}, {}, {}, 0.0, self._stages_sum(prices))
+        everything = (0, len(self.chain.segments))
+        base = self._numbers(solution.costs, microbatches, everything)
+        yield from ways_of_shape(shape, base, self.stored(solution.parameters, mesh, 1, everything), alone)
+
+    def _numbers(self, costs: Sequence[SegmentCost], parts: int, segments: tuple[int, int]) -> list[Numbers]:
+        return [
+            Numbers(
+                cost.forward_s,
+                cost.backward_s,
+                cost.once_s + cost.optimizer_s,
+                cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes,
+                cost.saved_bytes,
+                cost.transient_bytes,
+                sum(self._part_bytes(value, parts) for value in segment.inputs),
+            )
+            for cost, segment in zip(costs, self.chain.segments[slice(*segments)], strict=True)
+        ]
+
+    def _part_bytes(self, value: Value, parts: int) -> float:
+        """Bytes of a value's share where samples are cut into `parts`."""
+        type_ = result_types(self.nodes[value.node])[value.index]
+        strategy = (self.samples or {}).get(value.node)
+        split = strategy is not None and strategy.results[value.index].is_sharded
+        return type_.nbytes / parts if split else type_.nbytes
+
+    def stored(
+        self, layouts: Mapping[str, Layout], mesh: Mesh, dp: int, segments: tuple[int, int]
+    ) -> tuple[Stored, ...]:
+        """Every parameter of a run of segments as the inner axes store it; segments are counted from its first."""
+        found = []
+        for node, everywhere in self._users.items():
+            users = tuple(number - segments[0] for number in everywhere if segments[0] <= number < segments[1])
+            if not users:
+                continue
+            parameter = self.program.parameters[node]
+            layout = layouts[parameter.name]
+            held = parameter_memory(
+                parameter.type, layout, mesh.sizes, self.options.optimizer, trainable=parameter.trainable
+            )
+            factor = held.total_bytes / held.parameter_bytes if held.parameter_bytes else 1.0
+            cut = self.data_cut(node, layout, mesh, dp)
+            found.append(
+                Stored(parameter.name, held.parameter_bytes, factor, parameter.trainable, users, cut is not None)
+            )
+        return tuple(found)
+
+    def data_cut(self, node: str, layout: Layout, mesh: Mesh, dp: int) -> int | None:
+        """The dim that dp shards of a parameter: the pinned one, else the first that it divides and nothing cuts."""
+        shape = self.program.parameters[node].type.shape
+        if node in self._pinned_on_dp:
+            return self._pinned_on_dp[node]
+        taken = {placement.dim for placement in layout}
+        free = (dim for dim, size in enumerate(shape) if dim not in taken and size % dp == 0 and size)
+        return next(free, None) if not self._pins_dp else None
+
+    @cached_property
+    def _pins_dp(self) -> bool:
+        return any(pin.axis == DATA_AXIS for pin in self.pins)
+
+    @cached_property
+    def _pinned_on_dp(self) -> dict[str, int | None]:
+        """Dim of each parameter whose placement on dp is pinned; None: whole."""
+        found: dict[str, int | None] = {}
+        for pin in self.pins:
+            if pin.axis == DATA_AXIS:
+                for node, parameter in self.program.parameters.items():
+                    if any(fnmatchcase(name, pin.pattern) for name in (parameter.name, *parameter.aliases)):
+                        found[node] = pin.placement.dim
+        return found
+
+    @cached_property
+    def _users(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> numbers of the segments that use it."""
+        users: dict[str, list[int]] = {}
+        for number, segment in enumerate(self.chain.segments):
+            for node in segment.parameters:
+                if node in self.program.parameters:
+                    users.setdefault(node, []).append(number)
+        return {node: tuple(numbers) for node, numbers in users.items()}
+
+    # ---------------------------------------------------------------- what dp costs
+
+    def _data_prices(self, mesh: Mesh, prices: Prices, parameters: Sequence[Stored]) -> DataParallelPrices:
+        ranks = dict(zip(mesh.axes, mesh.sizes, strict=True)).get(DATA_AXIS, 1)
+        sizes = {parameter.bytes for parameter in parameters} if ranks > 1 else set()
+
+        def table(name: str) -> dict[float, float]:
+            place = mesh.axes.index(DATA_AXIS) if ranks > 1 else 0
+            return {size: prices.collective_s(name, place, size) for size in sizes}
+
+        return DataParallelPrices(
+            ranks,
+            table("all_reduce"),
+            table("all_gather"),
+            table("reduce_scatter"),
+            prices.optimizer_s(1.0),
+            self._stages_sum(prices),
+        )
+
+    def _stages_sum(self, prices: Prices) -> float:
+        """Seconds a byte of adding up a gradient that two stages hold: there and back over the slowest link."""
+        cluster = self.sites.cluster
+        link = cluster.link(0, cluster.size - 1) if cluster.size > 1 else None
+        return 2 / link.reached() if link is not None else 0.0
+
+    def _with_sample_sums(
+        self, base: list[Numbers], prices: Prices, axis: int, microbatches: int, first: int
+    ) -> list[Numbers]:
+        """Adds the conversions on dp that samples need whatever the layouts: token counts, the loss."""
+        changed = list(base)
+        for found in self._sample_sums:
+            number = found.segment - first
+            if 0 <= number < len(changed):
+                size = found.bytes / microbatches if found.is_split else found.bytes
+                took_s = prices.collective_s(found.collective, axis, size)
+                changed[number] = replace(changed[number], forward_s=changed[number].forward_s + took_s)
+        return changed
+
+    @cached_property
+    def _sample_sums(self) -> tuple[SampleSum, ...]:
+        samples, found = self.samples or {}, {}
+        for number, segment in enumerate(self.chain.segments):
+            for name in segment.nodes:
+                for slot, value in enumerate(operand_values(self.nodes[name])):
+                    if value.node in self.program.parameters or value.node not in samples or name not in samples:
+                        continue
+                    made, wanted = samples[value.node].results[value.index], samples[name].operands[slot]
+                    if made != wanted:
+                        found[value, wanted] = self._sample_sum(number, value, made, wanted)
+        loss, last = samples.get(self.program.loss), len(self.chain.segments) - 1
+        if loss is not None and loss.results[0] != I:
+            value = Value(self.program.loss)
+            found[value, I] = self._sample_sum(last, value, loss.results[0], I)
+        return tuple(sample for sample in found.values() if sample.collective in _MOVING)
+
+    def _sample_sum(self, segment: int, value: Value, made: Placement, wanted: Placement) -> SampleSum:
+        size = float(result_types(self.nodes[value.node])[value.index].nbytes)
+        return SampleSum(segment, conversion(made, wanted).forward, size, made.is_sharded)
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """Nodes of the program by name."""
+        return {node.name: node for node in self.program.graph.nodes}
+
+
+def _matches_only(pin: Pin, parameters: set[str]) -> bool:
+    return any(fnmatchcase(name, pin.pattern) for name in parameters)
