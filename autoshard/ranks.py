@@ -56,6 +56,7 @@ def run_ranks(
     for module in (*PRELOAD, *preload):
         importlib.import_module(module)
     context = multiprocessing.get_context("fork")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         results: Any = context.Queue()
@@ -63,6 +64,7 @@ def run_ranks(
         ranks = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
         for process in ranks:
             process.start()
+        torch.set_num_threads(threads)
         try:
             answers = _collect(ranks, results, time.monotonic() + timeout_s)
         finally:
