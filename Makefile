@@ -59,6 +59,7 @@ coverage: $(VENV)/.installed-test  ## tests with a coverage table (one process: 
 	$(BIN)/coverage report
 
 wheel: $(VENV)/.installed  ## build dist/autoshard-*.whl
+	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## everything that make made
