@@ -1,0 +1,1 @@
+"""Templates of emitted text: layout only, loops over ready records."""
