@@ -1,10 +1,10 @@
 """Solving the integer program.
 
 For each way to decide remat, one linear relaxation (HiGHS, dual simplex). Where its x are whole it is the optimum. Else
-any choice that uses a strategy of reduced cost d costs at least the relaxation plus d: strategies with d above a trial
-gap are left out, which leaves a program hundreds of times smaller; its integer optimum, when it lies within the trial
-gap of the relaxation, is the optimum of the whole program, and otherwise gives the next trial gap. Ways whose relaxation
-is no better than a choice in hand are skipped.
+a choice that uses a column of reduced cost d costs at least the relaxation plus d: columns with d above a trial gap are
+left out, which leaves a far smaller program; its integer optimum, when it lies within the trial gap of the relaxation,
+is the optimum of the whole program, and otherwise gives the next trial gap. Ways whose relaxation is no better than a
+choice in hand are skipped.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
@@ -21,11 +22,11 @@ from autoshard.passes.intra_bill import Bill, Terms, bill
 from autoshard.passes.intra_descent import Descent
 from autoshard.passes.intra_graph import ChoiceGraph, wanted, yielded
 from autoshard.passes.intra_memory import MemoryBuilder
-from autoshard.passes.intra_model import SCALE, Skeleton, SkeletonBuilder, ties
+from autoshard.passes.intra_model import SCALE, SkeletonBuilder, ties
 from autoshard.passes.intra_rows import Rows
-from autoshard.passes.intra_tables import Floats, Table, narrowed
+from autoshard.passes.intra_tables import Floats, Table
 
-_TRIAL = 0.01
+_TRIAL = 0.003
 """First trial gap, relative."""
 
 _REMAT_WAYS = 8
@@ -67,48 +68,54 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Answer of the linear relaxation. values None: none in time, or (infeasible) none at all. reduced: of the columns."""
+    """Answer of the linear relaxation: values (None: none in time), objective and reduced costs of the columns."""
 
     values: Floats | None
     objective: float
     reduced: Floats
-    infeasible: bool
 
 
-def relax(rows: Rows, time_limit_s: float) -> Relaxation:
-    """Solve the rows without integrality."""
+def relax(rows: Rows, cost: Floats, fixed: int | None, time_limit_s: float) -> Relaxation:
+    """Minimise `cost` over the rows without integrality, column `fixed` at 0."""
     lower, upper, ceiling, _ = rows.bounds()
+    if fixed is not None:
+        ceiling[fixed] = 0.0
     matrix = rows.matrix().tocsr()
     equal, above, below = lower == upper, (lower > -np.inf) & (lower < upper), (upper < np.inf) & (lower < upper)
+    unequal = bool((below | above).any())
     result = linprog(
-        rows.cost(),
-        A_ub=sparse.vstack([matrix[below], -matrix[above]]) if (below | above).any() else None,
-        b_ub=np.concatenate([upper[below], -lower[above]]) if (below | above).any() else None,
+        cost,
+        A_ub=sparse.vstack([matrix[below], -matrix[above]]) if unequal else None,
+        b_ub=np.concatenate([upper[below], -lower[above]]) if unequal else None,
         A_eq=matrix[equal],
         b_eq=lower[equal],
         bounds=np.stack([np.zeros(rows.width), ceiling], axis=1),
         method="highs-ds",
         options={"time_limit": max(time_limit_s, 0.1)},
     )
-    if result.status == 0:
-        return Relaxation(result.x, float(result.fun), result.lower.marginals, False)
-    return Relaxation(None, -math.inf, np.zeros(0), result.status == 2)
+    if result.status != 0:
+        return Relaxation(None, -math.inf, np.zeros(0))
+    return Relaxation(result.x, float(result.fun), result.lower.marginals)
 
 
-def minimise(rows: Rows, time_limit_s: float, relative_gap: float) -> tuple[Floats | None, float]:
-    """Solve the rows with integrality: values of the incumbent and a bound, infinite where nothing is feasible."""
+def minimise(rows: Rows, kept: NDArray[np.int64], time_limit_s: float, relative_gap: float) -> tuple[Floats | None, float]:
+    """Solve the rows over the kept columns, others 0: values of all columns (None: none found) and a bound."""
     lower, upper, ceiling, whole = rows.bounds()
     result = milp(
-        rows.cost(),
-        integrality=whole,
-        bounds=Bounds(np.zeros(rows.width), ceiling),
-        constraints=LinearConstraint(rows.matrix(), lower, upper),
+        rows.cost()[kept],
+        integrality=whole[kept],
+        bounds=Bounds(np.zeros(len(kept)), ceiling[kept]),
+        constraints=LinearConstraint(rows.matrix()[:, kept], lower, upper),
         options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": relative_gap},
     )
     if result.status == 2:
         return None, math.inf
-    bound = result.mip_dual_bound
-    return result.x, -math.inf if bound is None or math.isnan(bound) else float(bound)
+    bound = -math.inf if result.mip_dual_bound is None or math.isnan(result.mip_dual_bound) else float(result.mip_dual_bound)
+    if result.x is None:
+        return None, bound
+    values = np.zeros(rows.width)
+    values[kept] = result.x
+    return values, bound
 
 
 @dataclass(frozen=True)
@@ -146,25 +153,19 @@ class Solver:
 
     def _with_bytes(self, started: float, bound: float) -> Solved:
         """The best of the ways to decide remat, most promising relaxation first."""
-        ways, complete = self._remat_ways()
-        tried = [_Way(self, remat, memory=True) for remat in ways]
-        bounds = [way.relaxed(started).objective / way.skeleton.scale if not way.relaxed(started).infeasible else math.inf for way in tried]
+        flags, complete = self._remat_ways()
+        ways = [_Way(self, remat, memory=True) for remat in flags]
+        fitting = [way for way in ways if not way.overflows(started)]
         best: Solved | None = None
         lowest = math.inf
-        for number in sorted(range(len(tried)), key=lambda number: (bounds[number], number)):
-            if math.isinf(bounds[number]) and bounds[number] > 0:
-                continue
-            found = tried[number].solve(started, math.inf if best is None else best.objective)
-            if found is None:
-                lowest = min(lowest, bounds[number])
-                continue
-            lowest = min(lowest, found.bound)
-            if best is None or found.objective < best.objective:
+        for way in sorted(fitting, key=lambda way: way.bound(started)):
+            found = way.solve(started, math.inf if best is None else best.objective)
+            lowest = min(lowest, way.bound(started) if found is None else found.bound)
+            if found is not None and (best is None or found.objective < best.objective):
                 best = found
         if best is None:
-            raise self._shortfall(tried, started, all(math.isinf(bound) and bound > 0 for bound in bounds))
-        lower = min(lowest, best.objective) if complete else bound
-        lower = max(lower, bound)
+            raise self._shortfall(ways, started, proved=not fitting)
+        lower = max(min(lowest, best.objective) if complete else -math.inf, bound)
         gap = max(0.0, best.objective - lower) / best.objective if best.objective > 0 else 0.0
         return replace(best, bound=lower, gap=gap, time_s=time.monotonic() - started)
 
@@ -189,7 +190,7 @@ class Solver:
         """The choice that needs the least bytes."""
         least: OutOfMemory | None = None
         for way in tried:
-            choice = way.smallest(self.time_limit_s)
+            choice = way.smallest(started)
             short = OutOfMemory(choice, bill(self.graph, self.tables, choice), way.remat, self.terms.in_flight, proved)
             least = short if least is None or short.needed_bytes < least.needed_bytes else least
         assert least is not None
@@ -201,83 +202,100 @@ class _Way:
 
     def __init__(self, solver: Solver, remat: tuple[bool, ...], memory: bool) -> None:
         self.solver, self.remat, self.memory = solver, remat, memory
-        self.skeleton = self._build(solver.graph, solver.tables)
-        self._relaxed: Relaxation | None = None
-
-    def _build(self, graph: ChoiceGraph, tables: Sequence[Table], elastic: bool = False) -> Skeleton:
-        terms = self.solver.terms
-        skeleton = SkeletonBuilder(graph, tables, terms, self.remat).build()
-        if self.memory:
-            unit = (terms.limit_bytes or 2**30) / SCALE
+        graph, terms = solver.graph, solver.terms
+        self.skeleton = SkeletonBuilder(graph, solver.tables, terms, remat).build()
+        self.above: int | None = None
+        if memory:
             wants = [[wanted(graph, use) for use in wire.uses] for wire in graph.wires]
             yields = [yielded(graph, wire) for wire in graph.wires]
-            MemoryBuilder(graph, wants, yields, terms, self.remat, unit, elastic).build(skeleton)
-        return skeleton
-
-    def relaxed(self, started: float) -> Relaxation:
-        """The relaxation, solved once."""
-        if self._relaxed is None:
-            self._relaxed = relax(self.skeleton.rows, self._left(started))
-        return self._relaxed
+            unit = (terms.limit_bytes or 2**30) / SCALE
+            self.above = MemoryBuilder(graph, wants, yields, terms, remat, unit).build(self.skeleton)
+        self._relaxed: Relaxation | None = None
+        self._smallest: Relaxation | None = None
 
     def _left(self, started: float) -> float:
         return self.solver.time_limit_s - (time.monotonic() - started)
 
+    def relaxed(self, started: float) -> Relaxation:
+        """The relaxation, solved once."""
+        if self._relaxed is None:
+            self._relaxed = relax(self.skeleton.rows, self.skeleton.rows.cost(), self.above, self._left(started))
+        return self._relaxed
+
+    def bound(self, started: float) -> float:
+        """No choice has a smaller objective."""
+        return (self.relaxed(started).objective - ties(self.solver.graph)) / self.skeleton.scale
+
+    def overflows(self, started: float) -> bool:
+        """Whether nothing fits: even the relaxation that minimises bytes alone is above the limit.
+
+        Asked before `relaxed`: the simplex method may take minutes to see that an infeasible program is so.
+        """
+        if self.above is None:
+            return False
+        least = self.least_bytes(started)
+        return least.values is not None and bool(least.values[self.above] > 1e-7)
+
+    def least_bytes(self, started: float) -> Relaxation:
+        """The relaxation that minimises the bytes above the limit alone."""
+        if self._smallest is None:
+            cost = np.zeros(self.skeleton.rows.width)
+            cost[self.above] = 1.0
+            self._smallest = relax(self.skeleton.rows, cost, None, max(self._left(started), 5.0))
+        return self._smallest
+
+    def smallest(self, started: float) -> tuple[int, ...]:
+        """The choice that needs the least bytes (its largest shares, where the relaxation leaves it open)."""
+        relaxed = self.least_bytes(started)
+        if relaxed.values is not None:
+            return self._chosen(relaxed.values)
+        terms = replace(self.solver.terms, limit_bytes=None, price_s_per_byte=1.0)
+        found = Descent(self.solver.graph, self.solver.tables, terms, self.remat).best()
+        assert found is not None
+        return found[0]
+
+    def _chosen(self, values: Floats) -> tuple[int, ...]:
+        return tuple(int(values[columns].argmax()) for columns in self.skeleton.choice)
+
     def solve(self, started: float, cutoff: float) -> Solved | None:
         """The optimum, or the best in time; None where nothing cheaper than `cutoff` was found."""
-        relaxed, scale = self.relaxed(started), self.skeleton.scale
+        relaxed = self.relaxed(started)
         if relaxed.values is None:
-            return None if relaxed.infeasible else self._descend(started, -math.inf)
-        bound = (relaxed.objective - ties(self.solver.graph)) / scale
-        if bound >= cutoff:
+            return self._descend(started, -math.inf)
+        if self.bound(started) >= cutoff:
             return None
-        values = [relaxed.values[columns] for columns in self.skeleton.choice]
-        if all(share.max() > 1 - 1e-6 for share in values):
-            return self._solved(tuple(int(share.argmax()) for share in values), bound, started, "optimal")
-        return self._branch(relaxed, bound, started, cutoff)
+        if all(relaxed.values[columns].max() > 1 - 1e-6 for columns in self.skeleton.choice):
+            return self._solved(self._chosen(relaxed.values), self.bound(started), started, "optimal")
+        return self._branch(relaxed, started, cutoff)
 
-    def _branch(self, relaxed: Relaxation, bound: float, started: float, cutoff: float) -> Solved | None:
-        """Integer programs over ever more strategies, until the optimum is among them."""
-        reduced = [relaxed.reduced[columns] for columns in self.skeleton.choice]
-        most = max(float(costs.max()) for costs in reduced)
-        trial, best = max(_TRIAL * relaxed.objective, 1e-6), None
-        while True:
-            kept = [np.flatnonzero(costs <= trial) for costs in reduced]
-            found, lowest = self._restricted(kept, started)
+    def _branch(self, relaxed: Relaxation, started: float, cutoff: float) -> Solved | None:
+        """Integer programs over ever more columns, until the optimum is among them."""
+        rows, slack, scale = self.skeleton.rows, ties(self.solver.graph), self.skeleton.scale
+        binary, bound = rows.zero_or_one(), self.bound(started)
+        amounts = np.ones(rows.width, dtype=bool)
+        if self.above is not None:
+            amounts[self.above] = False
+        most = float(relaxed.reduced[binary].max())
+        trial, best = _TRIAL * relaxed.objective, None
+        while self._left(started) > 0:
+            kept = np.flatnonzero(amounts & (~binary | (relaxed.reduced <= trial)))
+            values, lowest = minimise(rows, kept, self._left(started), self.solver.relative_gap)
             lowest = min(lowest, relaxed.objective + trial) if trial < most else lowest
-            bound = max(bound, (lowest - ties(self.solver.graph)) / self.skeleton.scale)
-            if found is not None:
-                best = self._solved(found, bound, started, "optimal")
-                excess = best.objective * self.skeleton.scale - relaxed.objective + ties(self.solver.graph)
-                if excess <= trial or trial >= most:
-                    break
-                trial = excess
-            elif trial >= most or bound >= cutoff:
+            bound = max(bound, (lowest - slack) / scale)
+            if values is None and (trial >= most or bound >= cutoff):
                 break
-            else:
+            if values is None:
                 trial *= 4
-            if self._left(started) <= 0:
-                best = best and replace(best, status="time limit")
+                continue
+            best = self._solved(self._chosen(values), bound, started, "optimal")
+            excess = best.objective * scale - relaxed.objective + slack
+            if excess <= trial or trial >= most:
                 break
+            trial = min(excess, 4 * trial)
         if best is None:
             return None if bound >= cutoff or math.isinf(bound) else self._descend(started, bound)
-        late = best.status == "optimal" and best.gap > 10 * self.solver.relative_gap + 2 * ties(self.solver.graph) / SCALE
+        late = best.gap > 10 * self.solver.relative_gap + 2 * slack / SCALE
         return replace(best, status="time limit") if late else best
-
-    def _restricted(self, kept: Sequence[np.ndarray], started: float) -> tuple[tuple[int, ...] | None, float]:
-        """The integer program over some strategies of each node: its choice, and its bound."""
-        nodes = tuple(
-            replace(node, strategies=tuple(node.strategies[number] for number in numbers))
-            for node, numbers in zip(self.solver.graph.nodes, kept, strict=True)
-        )
-        graph = replace(self.solver.graph, nodes=nodes)
-        tables = [narrowed(graph, wire, table) for wire, table in zip(graph.wires, self.solver.tables, strict=True)]
-        skeleton = self._build(graph, tables)
-        values, bound = minimise(skeleton.rows, self._left(started), self.solver.relative_gap)
-        bound *= self.skeleton.scale / skeleton.scale
-        if values is None:
-            return None, bound
-        return tuple(int(n[values[c].argmax()]) for n, c in zip(kept, skeleton.choice, strict=True)), bound
 
     def _descend(self, started: float, bound: float) -> Solved | None:
         solver = self.solver
@@ -285,23 +303,13 @@ class _Way:
         found = Descent(solver.graph, solver.tables, terms, self.remat).best()
         return None if found is None else self._solved(found[0], bound, started, "descent")
 
-    def smallest(self, time_limit_s: float) -> tuple[int, ...]:
-        """The choice that needs the least bytes (its largest shares, where the relaxation leaves it open)."""
-        skeleton = self._build(self.solver.graph, self.solver.tables, elastic=True)
-        relaxed = relax(skeleton.rows, time_limit_s)
-        if relaxed.values is not None:
-            return tuple(int(relaxed.values[columns].argmax()) for columns in skeleton.choice)
-        terms = replace(self.solver.terms, limit_bytes=None, price_s_per_byte=1.0)
-        found = Descent(self.solver.graph, self.solver.tables, terms, self.remat).best()
-        assert found is not None
-        return found[0]
-
     def _solved(self, choice: tuple[int, ...], bound: float, started: float, status: str) -> Solved:
         solver, rows = self.solver, self.skeleton.rows
         cost = bill(solver.graph, solver.tables, choice)
-        terms = solver.terms
-        objective = cost.objective(self.remat, terms)
+        objective = cost.objective(self.remat, solver.terms)
         bound = min(bound, objective)
         gap = (objective - bound) / objective if objective > 0 else 0.0
         took = time.monotonic() - started
-        return Solved(choice, self.remat, cost, objective, bound, gap, took, rows.width, rows.height, status, terms.in_flight)
+        return Solved(
+            choice, self.remat, cost, objective, bound, gap, took, rows.width, rows.height, status, solver.terms.in_flight
+        )

@@ -110,16 +110,3 @@ def local_bytes(type: TensorType, layout: Layout, axis_sizes: Sequence[int]) -> 
 def storage_of(layout: Layout) -> Layout:
     """Layouts that one tensor in memory can stand for have the same storage: `I` and `R` differ in gradients only."""
     return tuple(I if placement == R else placement for placement in layout)
-
-
-def narrowed(graph: ChoiceGraph, wire: Wire, table: Table) -> Table:
-    """The part of a table that is left when nodes have fewer strategies."""
-    layouts = yielded(graph, wire)
-    sources = tuple(dict.fromkeys(layouts))
-    targets = tuple(dict.fromkeys(layout for use in wire.uses for layout in wanted(graph, use)))
-    rows = {layout: place for place, layout in enumerate(table.sources)}
-    columns = {layout: place for place, layout in enumerate(table.targets)}
-    take = np.ix_([rows[layout] for layout in sources], [columns[layout] for layout in targets])
-    made = np.array([sources.index(layout) for layout in layouts], dtype=np.int64)
-    parts = (table.forward_s, table.backward_s, table.once_s, table.transient_bytes)
-    return Table(sources, targets, *(part[take] for part in parts), table.once_class[take], made)
