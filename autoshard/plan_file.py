@@ -3,7 +3,8 @@
     {"version": 1, "workload": ..., "cluster": ..., "fingerprints": {...}, "microbatches": 4, "schedule": "1f1b", ...
      "stages": [{"mesh": {"dp": 2, "tp": 4}, "devices": [0, ...], "segments": [0, 12],
                  "layouts": {"blocks.0.mlp.up.weight": "I@dp, S(0)@tp", ...},                    stored parameters
-                 "operators": {"linear_3": {"operands": ["S(0)@dp, I@tp", ...], "results": [...], "implementations": [null, null]}},
+                 "operators": {"linear_3": {"operands": ["S(0)@dp, I@tp", ...], "results": [...],
+                                            "implementations": [null, null]}},
                  "receives": {...}, "sends": {...}, "remat": [...], "predicted": {...}}]}
 
 A layout is written with the axis of every placement, in the mesh's order, so that a person can edit it. Numbers keep
@@ -243,11 +244,13 @@ class _Field:
         return str(self.value) if self.value in allowed else self.fail(f"must be one of {', '.join(allowed)}")
 
     def layout(self, axes: tuple[str, ...]) -> Layout:
-        """"S(0)@dp, I@tp": one placement an axis, in the mesh's order."""
+        """ "S(0)@dp, I@tp": one placement an axis, in the mesh's order."""
         parts = [part.strip() for part in self.text().split(",")] if self.value else []
         named = [part.rpartition("@") for part in parts]
         if tuple(axis for _, _, axis in named) != axes:
-            self.fail(f"is {self.value!r}; write one placement@axis for each of the axes {', '.join(axes)}, in this order")
+            self.fail(
+                f"is {self.value!r}; write one placement@axis for each of the axes {', '.join(axes)}, in this order"
+            )
         try:
             return tuple(parse_placement(placement) for placement, _, _ in named)
         except BadInput as error:

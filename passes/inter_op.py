@@ -25,7 +25,7 @@ from autoshard.errors import InfeasiblePlan
 from autoshard.passes.inter_baselines import PricedBaseline, price_baselines, textbooks
 from autoshard.passes.inter_options import PlanOptions, check_options, cut_segments
 from autoshard.passes.inter_predict import boundary_transfers_s, predicted
-from autoshard.passes.inter_prices import DATA_AXIS, Pricer, Solve, mesh_of
+from autoshard.passes.inter_prices import DATA_AXIS, FREE_VARIANTS, USED_VARIANTS, Pricer, Solve, mesh_of
 from autoshard.passes.inter_search import Candidate, Search, Wanted, way_of, without_memory
 from autoshard.passes.inter_setting import (
     Setting,
@@ -37,13 +37,17 @@ from autoshard.passes.inter_setting import (
 )
 from autoshard.passes.inter_sites import Sites, settled
 from autoshard.passes.inter_stage import SolvedStage, StageSolver, StageTask
+from autoshard.passes.inter_ways import Variant
 from autoshard.passes.intra_op import Pin, solve_chain
 from autoshard.passes.microbatch import CoupledSamples, sample_placements
 from autoshard.passes.segment import Chain
 from autoshard.placement import Layout
-from autoshard.plan import Mesh, Plan, Solver
+from autoshard.plan import Mesh, Plan, Predicted, Solver
 from autoshard.program import Program, TensorType, Value
-from autoshard.schedule import NAMES, in_flight
+from autoshard.schedule import in_flight
+
+REFINED = 3
+"""Candidates that are solved over all axes at once."""
 
 SOLVE_LIMIT_S = 60.0
 """Seconds that one integer program may take where the user sets no limit."""
@@ -63,20 +67,15 @@ class InterOp:
         started = time.monotonic()
         setting = self._setting(program, chain)
         baselines = self._baselines(setting)
-        candidate = self._candidate(setting, baselines)
-        stages, name = self._stages(setting, candidate)
-        transfers_s = boundary_transfers_s(
-            [stage.plan for stage in stages], setting.sites, self._crossing(setting, candidate), self.options.optimizer
-        )
-        plans = tuple(stage.plan for stage in stages)
-        used = {device for stage in plans for device in stage.mesh.devices}
+        best = self._best(setting, self._candidates(setting, baselines))
+        used = {device for stage in best.stages for device in stage.plan.mesh.devices}
         return Plan(
-            stages=plans,
-            microbatches=candidate.microbatches,
-            schedule=name,
-            predicted=predicted(plans, candidate.microbatches, name, transfers_s),
+            stages=tuple(stage.plan for stage in best.stages),
+            microbatches=best.microbatches,
+            schedule=best.schedule,
+            predicted=best.predicted,
             baselines=tuple(priced.baseline for priced in baselines),
-            solver=Solver(max(stage.gap for stage in stages), time.monotonic() - started, _status(stages)),
+            solver=Solver(max(stage.gap for stage in best.stages), time.monotonic() - started, _status(best.stages)),
             optimizer=self.options.optimizer,
             idle_devices=tuple(device for device in range(self.cluster.size) if device not in used),
             fingerprints=fingerprints(program, self.cluster),
@@ -113,7 +112,7 @@ class InterOp:
         cuts = cut_segments(options, beginnings(program, chain))
         return Setting(program, chain, Sites(cluster, options.mesh), samples, batch, counts, cuts, tuple(notes))
 
-    def _search(self, setting: Setting, options: PlanOptions) -> tuple[Search, Pricer]:
+    def _search(self, setting: Setting, options: PlanOptions, variants: tuple[Variant, ...]) -> tuple[Search, Pricer]:
         sites = replace(setting.sites, mesh=options.mesh)
         pricer = Pricer(
             program=setting.program,
@@ -124,6 +123,8 @@ class InterOp:
             pins=parse_pins(options.pins),
             batch=setting.batch,
             solve=self.solve,
+            variants=variants,
+            solutions=setting.solutions,
         )
         prices = Prices(sites.cluster, Mesh((), (), (0,)), options.optimizer)
 
@@ -154,19 +155,25 @@ class InterOp:
         if not self.baselines:
             return ()
         free = PlanOptions(optimizer=self.options.optimizer)
-        search, _ = self._search(replace(setting, cuts=frozenset()), free)
-        return price_baselines(replace(search, schedules=NAMES[1:]), textbooks(search.sites, search.segments))
+        search, _ = self._search(replace(setting, cuts=frozenset()), free, USED_VARIANTS[:1])
+        return price_baselines(replace(search, schedules=("1f1b",)), textbooks(search.sites, search.segments))
 
-    def _candidate(self, setting: Setting, baselines: Sequence[PricedBaseline]) -> Candidate:
-        search, _ = self._search(setting, self.options)
-        known: Candidate | None = None
+    def _candidates(self, setting: Setting, baselines: Sequence[PricedBaseline]) -> list[Candidate]:
+        """Pipelines to solve for good, best first: the search's, and where nothing is fixed the best baselines."""
+        search, _ = self._main_search(setting)
+        known: list[Candidate] = []
         if self._is_free:
             fitting = [priced.candidate for priced in baselines if priced.candidate is not None]
-            known = min(fitting, key=lambda candidate: candidate.step_time_s, default=None)
-        found = search.best(Wanted(self.options.stages), known.step_time_s if known else float("inf"))
-        if found or known:
-            return found or known  # type: ignore[return-value]
-        return self._leanest(search)
+            known = sorted(fitting, key=lambda candidate: candidate.step_time_s)[:REFINED]
+        found = search.best(Wanted(self.options.stages), known[0].step_time_s if known else float("inf"))
+        candidates = [candidate for candidate in (found, *known) if candidate is not None]
+        different = {_kind(candidate): candidate for candidate in reversed(candidates)}
+        return sorted(different.values(), key=lambda candidate: candidate.step_time_s)[:REFINED] or [
+            self._leanest(search)
+        ]
+
+    def _main_search(self, setting: Setting) -> tuple[Search, Pricer]:
+        return self._search(setting, self.options, FREE_VARIANTS if self.options.mesh is None else USED_VARIANTS)
 
     @property
     def _is_free(self) -> bool:
@@ -195,8 +202,41 @@ class InterOp:
 
     # ---------------------------------------------------------------- the stages, for good
 
-    def _stages(self, setting: Setting, candidate: Candidate) -> tuple[list[SolvedStage], str]:
-        _, pricer = self._search(setting, self.options)
+    def _best(self, setting: Setting, candidates: Sequence[Candidate]) -> "Solved":
+        """The fastest of the candidates once their stages are solved. Raises InfeasiblePlan where none fits."""
+        solved: list[Solved] = []
+        refusal: InfeasiblePlan | None = None
+        for candidate in candidates:
+            try:
+                solved.append(self._solved(setting, candidate))
+            except InfeasiblePlan as error:
+                refusal = refusal or error
+        if not solved:
+            assert refusal is not None
+            raise refusal
+        return min(solved, key=lambda one: one.predicted.step_time_s)
+
+    def _solved(self, setting: Setting, candidate: Candidate) -> "Solved":
+        stages, count = self._stages(setting, candidate), candidate.microbatches
+        types = self._crossing(setting, candidate)
+        plans = [stage.plan for stage in stages]
+        transfers_s = boundary_transfers_s(plans, setting.sites, types, self.options.optimizer)
+        if len(stages) == 1 and count == 1:
+            return Solved(tuple(stages), 1, "none", predicted(plans, 1, "none", transfers_s))
+        given = Solved(
+            tuple(stages), count, candidate.schedule, predicted(plans, count, candidate.schedule, transfers_s)
+        )
+        if self.options.schedule != "auto" or candidate.schedule == "1f1b":
+            return given
+        # 1F1B holds no more than GPipe, and where transfers hide behind compute it is as fast.
+        leaner = [stage.holding(in_flight("1f1b", len(stages), count, number)) for number, stage in enumerate(stages)]
+        other = predicted([stage.plan for stage in leaner], count, "1f1b", transfers_s)
+        if other.step_time_s > given.predicted.step_time_s * (1 + 1e-9):
+            return given
+        return Solved(tuple(leaner), count, "1f1b", other)
+
+    def _stages(self, setting: Setting, candidate: Candidate) -> list[SolvedStage]:
+        _, pricer = self._main_search(setting)
         chosen, count = candidate.pipeline.stages, candidate.microbatches
         firsts = settled([(stage.first_device, stage.size) for stage in chosen], setting.sites)
         shapes = [way_of(stage).shape for stage in chosen]
@@ -234,8 +274,7 @@ class InterOp:
                 stored.setdefault(
                     name, tuple(Pin(name, placement, axis) for placement, axis, size in pairs if size > 1)
                 )
-        name = "none" if len(chosen) == 1 and count == 1 else candidate.schedule
-        return solved, name
+        return solved
 
     def _crossing(self, setting: Setting, candidate: Candidate) -> dict[str, TensorType]:
         """Types of all values that cross a boundary, in one microbatch."""
@@ -244,6 +283,22 @@ class InterOp:
             for stage in candidate.pipeline.stages
             for value in setting.leaving(stage.start, stage.stop)
         }
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A candidate with its stages solved and its step simulated."""
+
+    stages: tuple[SolvedStage, ...]
+    microbatches: int
+    schedule: str
+    predicted: Predicted
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """Candidates of one kind are one pipeline priced twice."""
+    stages = tuple((stage.start, stage.stop, stage.size, way_of(stage).shape) for stage in candidate.pipeline.stages)
+    return candidate.microbatches, stages
 
 
 def _status(stages: Sequence[SolvedStage]) -> str:

@@ -13,7 +13,7 @@ from autoshard.cost.prices import Prices
 from autoshard.errors import InfeasiblePlan
 from autoshard.passes.inter_options import MeshShape, PlanOptions
 from autoshard.passes.inter_sites import Site, Sites
-from autoshard.passes.inter_ways import DataParallelPrices, Numbers, Stored, Way, ways_of_shape
+from autoshard.passes.inter_ways import DataParallelPrices, Numbers, Stored, Variant, Way, ways_of_shape
 from autoshard.passes.intra_op import ChainProblem, ChainSolution, Pin, SegmentCost
 from autoshard.passes.segment import Chain
 from autoshard.placement import I, Layout, Placement, conversion
@@ -22,6 +22,8 @@ from autoshard.program import Program, Value, operand_values, result_types
 from autoshard.rules import AxisStrategy
 
 DATA_AXIS = "dp"
+FREE_VARIANTS = (Variant(), Variant(used=True), Variant(factor=0.3), Variant(factor=1.0))
+USED_VARIANTS = (Variant(used=True), Variant(used=True, factor=0.3), Variant(used=True, factor=1.0))
 Solve = Callable[[ChainProblem], ChainSolution]
 
 
@@ -64,7 +66,8 @@ class Pricer:
     """Prices ways of the whole chain. It solves each (inner mesh's site, microbatches x dp) once.
 
     samples: where samples lie in every value, None where operators couple them: then the batch is one microbatch and
-    every mesh is solved whole. pins: what the user fixed. solve: `solve_chain`.
+    every mesh is solved whole. pins: what the user fixed. solve: `solve_chain`. variants: which layouts on the inner
+    axes to price. solutions: what `solve` has answered so far.
     """
 
     program: Program
@@ -75,7 +78,8 @@ class Pricer:
     pins: tuple[Pin, ...]
     batch: int
     solve: Solve
-    _solutions: dict[tuple[object, ...], ChainSolution | None] = field(default_factory=dict, repr=False, compare=False)
+    variants: tuple[Variant, ...] = FREE_VARIANTS
+    solutions: dict[tuple[object, ...], ChainSolution | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_separable(self) -> bool:
@@ -101,39 +105,82 @@ class Pricer:
 
     # ---------------------------------------------------------------- the integer program, once for each problem
 
-    def inner_solution(self, mesh: Mesh, microbatches: int) -> ChainSolution | None:
-        """The whole chain on the inner axes of `mesh`, without regard to memory; None where pins leave nothing."""
-        inner, dp = inner_mesh(mesh), dict(zip(mesh.axes, mesh.sizes, strict=True)).get(DATA_AXIS, 1)
-        return self._solved(inner, microbatches * dp, tuple(pin for pin in self.pins if pin.axis != DATA_AXIS))
-
-    def _solved(self, mesh: Mesh, microbatches: int, pins: tuple[Pin, ...]) -> ChainSolution | None:
-        site = self.sites.relative(mesh.devices)
-        key = (mesh.axes, mesh.sizes, site, microbatches, pins)
-        if key not in self._solutions:
-            problem = replace(self.problem(mesh, microbatches, (0, len(self.chain.segments))), remat=False, pins=pins)
+    def _solved(self, problem: ChainProblem, variant: Variant) -> ChainSolution | None:
+        """The answer for a variant of a problem; None where pins leave nothing."""
+        asked = self.varied(problem, variant)
+        if asked is None:
+            return None
+        site = self.sites.relative(asked.mesh.devices)
+        key = (asked.mesh.axes, asked.mesh.sizes, site, asked.microbatches, asked.pins, asked.used, variant.factor)
+        if key not in self.solutions:
             try:
-                self._solutions[key] = self.solve(problem)
+                self.solutions[key] = self.solve(asked)
             except InfeasiblePlan:
-                self._solutions[key] = None
-        return self._solutions[key]
+                self.solutions[key] = None
+        return self.solutions[key]
+
+    def varied(self, problem: ChainProblem, variant: Variant) -> ChainProblem | None:
+        """A problem without regard to memory, as a variant asks it."""
+        used = tuple(axis for axis, size in zip(problem.mesh.axes, problem.mesh.sizes, strict=True) if size > 1)
+        asked = replace(problem, used=used if variant.used else (), remat=False)
+        if variant.factor == 0:
+            return asked
+        whole = replace(problem, segments=(0, len(self.chain.segments)))
+        free = self._solved(whole, replace(variant, factor=0.0))
+        if free is None:
+            return None
+        saved = sum(cost.saved_bytes for cost in free.costs)
+        again_s = problem.microbatches * sum(cost.forward_s for cost in free.costs)
+        return replace(asked, memory_price_s_per_byte=variant.factor * again_s / max(saved, 1))
+
+    def inner_problem(self, mesh: Mesh, microbatches: int, segments: tuple[int, int]) -> ChainProblem:
+        """A run of segments on the inner axes of `mesh`: one data-parallel rank's part."""
+        inner, dp = inner_mesh(mesh), dict(zip(mesh.axes, mesh.sizes, strict=True)).get(DATA_AXIS, 1)
+        pins = tuple(pin for pin in self.pins if pin.axis != DATA_AXIS)
+        return replace(self.problem(inner, microbatches * dp, segments), pins=pins)
 
     def problem(self, mesh: Mesh, microbatches: int, segments: tuple[int, int]) -> ChainProblem:
         """A run of segments on a mesh, under the user's pins and without a memory limit."""
         return ChainProblem(
-            self.program, self.chain, segments, self.sites.cluster, mesh, microbatches, self.options.optimizer,
-            pins=self.pins, samples=self.samples if self.samples is not None else {},
-        )  # fmt: skip
+            program=self.program,
+            chain=self.chain,
+            segments=segments,
+            cluster=self.sites.cluster,
+            mesh=mesh,
+            microbatches=microbatches,
+            optimizer=self.options.optimizer,
+            pins=self.pins,
+            samples=self.samples if self.samples is not None else {},
+            used=mesh.axes if all(variant.used for variant in self.variants) else (),
+        )
 
     # ---------------------------------------------------------------- ways from its answer
 
     def _separate(self, shape: MeshShape, mesh: Mesh, microbatches: int) -> Iterator[Way]:
-        solution = self.inner_solution(mesh, microbatches)
-        if solution is not None:
-            everything = (0, len(self.chain.segments))
-            yield from self.ways_of_solution(shape, mesh, microbatches, solution, everything)
+        everything = (0, len(self.chain.segments))
+        problem = self.inner_problem(mesh, microbatches, everything)
+        for variant, solution in self._different(problem, self.variants):
+            yield from self.ways_of_solution(shape, mesh, microbatches, solution, everything, variant)
+
+    def _different(self, problem: ChainProblem, variants: Sequence[Variant]) -> Iterator[tuple[Variant, ChainSolution]]:
+        """The variants' answers, without those that cost the same as an earlier one."""
+        if all(size == 1 for size in problem.mesh.sizes):
+            variants = variants[:1]
+        seen = set()
+        for variant in variants:
+            solution = self._solved(problem, variant)
+            if solution is not None and solution.costs not in seen:
+                seen.add(solution.costs)
+                yield variant, solution
 
     def ways_of_solution(
-        self, shape: MeshShape, mesh: Mesh, microbatches: int, solution: ChainSolution, segments: tuple[int, int]
+        self,
+        shape: MeshShape,
+        mesh: Mesh,
+        microbatches: int,
+        solution: ChainSolution,
+        segments: tuple[int, int],
+        variant: Variant,
     ) -> Iterator[Way]:
         """The ways of a shape for a run of segments, from its solution on the inner axes."""
         prices = Prices(self.sites.cluster, mesh, self.options.optimizer)
@@ -144,17 +191,16 @@ class Pricer:
         parameters = self.stored(solution.parameters, inner_mesh(mesh), dp, segments)
         for way in ways_of_shape(shape, base, parameters, self._data_prices(mesh, prices, parameters)):
             if not self._pins_dp or way.sharded or dp == 1:
-                yield way
+                yield replace(way, variant=variant)
 
     def _whole(self, shape: MeshShape, mesh: Mesh, microbatches: int) -> Iterator[Way]:
-        solution = self._solved(mesh, microbatches, self.pins)
-        if solution is None:
-            return
+        everything = (0, len(self.chain.segments))
         prices = Prices(self.sites.cluster, mesh, self.options.optimizer)
         alone = DataParallelPrices(1, {}, {}, {}, 0.0, self._stages_sum(prices))
-        everything = (0, len(self.chain.segments))
-        base = self._numbers(solution.costs, microbatches, everything)
-        yield from ways_of_shape(shape, base, self.stored(solution.parameters, mesh, 1, everything), alone)
+        for variant, solution in self._different(self.problem(mesh, microbatches, everything), self.variants):
+            base = self._numbers(solution.costs, microbatches, everything)
+            for way in ways_of_shape(shape, base, self.stored(solution.parameters, mesh, 1, everything), alone):
+                yield replace(way, variant=variant)
 
     def _numbers(self, costs: Sequence[SegmentCost], parts: int, segments: tuple[int, int]) -> list[Numbers]:
         return [

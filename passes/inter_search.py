@@ -7,7 +7,7 @@ from functools import cached_property
 from autoshard.passes.inter_dp import Option, Pipeline, PlacedStage, StageProblem, TransferPrice, best_pipeline
 from autoshard.passes.inter_options import MeshShape
 from autoshard.passes.inter_sites import Site, Sites
-from autoshard.passes.inter_ways import Ranges, Totals, Way
+from autoshard.passes.inter_ways import Ranges, Totals, Variant, Way
 from autoshard.schedule import in_flight
 
 WaySource = Callable[[Site, int, int], Sequence[Way]]
@@ -146,7 +146,7 @@ class Search:
         )
 
 
-Kind = tuple[MeshShape, bool]
+Kind = tuple[MeshShape, bool, Variant]
 
 
 def _shared_kinds(pipeline: Pipeline) -> Iterator[Kind]:
@@ -154,7 +154,7 @@ def _shared_kinds(pipeline: Pipeline) -> Iterator[Kind]:
     for stage in pipeline.stages:
         way = way_of(stage)
         if any(shared.split_by(stage.start, stage.stop) for shared in way.shared):
-            yield way.shape, way.sharded
+            yield way.kind
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ class Table:
         return tuple(found)
 
     def kinds(self, wanted: Wanted) -> tuple[Kind, ...]:
-        """The different (shape, sharded) of all ways wanted, in a fixed order."""
+        """The different kinds of all ways wanted, in a fixed order."""
         ways = (ranges.way for found in self._ranges.values() for ranges in found)
-        return tuple(sorted({(way.shape, way.sharded) for way in ways if wanted.admits(way)}))
+        return tuple(sorted({way.kind for way in ways if wanted.admits(way)}))
 
     def options(
         self, wanted: Wanted, kind: Kind | None, start: int, stop: int, size: int, first: int, holding: int
@@ -202,7 +202,7 @@ class Table:
         for ranges in self.ranges(first, size):
             way = ranges.way
             is_split = any(shared.split_by(start, stop) for shared in way.shared)
-            if not wanted.admits(way) or (is_split and kind not in (None, (way.shape, way.sharded))):
+            if not wanted.admits(way) or (is_split and kind not in (None, way.kind)):
                 continue
             totals = ranges.totals(start, stop)
             if not wanted.ignore_memory and totals.peak_bytes(holding) > limit:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -13,7 +13,7 @@ from autoshard.errors import BadInput
 from autoshard.passes.inter_options import PlanOptions
 from autoshard.passes.inter_prices import DATA_AXIS
 from autoshard.passes.inter_sites import Sites
-from autoshard.passes.intra_op import Pin
+from autoshard.passes.intra_op import ChainSolution, Pin
 from autoshard.passes.segment import Chain
 from autoshard.placement import I, Layout, S, local_shape, parse_placement
 from autoshard.plan import Mesh
@@ -26,7 +26,7 @@ class Setting:
     """The program to plan.
 
     samples: where samples lie in every value, None where operators couple them. counts: microbatch counts to try.
-    cuts: segments that must begin a stage.
+    cuts: segments that must begin a stage. solutions: of the integer program on inner axes, shared by all searches.
     """
 
     program: Program
@@ -37,6 +37,7 @@ class Setting:
     counts: tuple[int, ...]
     cuts: frozenset[int]
     notes: tuple[str, ...]
+    solutions: dict[tuple[object, ...], ChainSolution | None] = field(default_factory=dict, repr=False, compare=False)
 
     def entering(self, start: int, stop: int) -> tuple[Value, ...]:
         """Values that segments [start, stop) read and earlier segments make."""

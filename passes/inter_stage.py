@@ -47,6 +47,13 @@ class SolvedStage:
         predicted = self.plan.predicted
         return predicted.forward_s + predicted.backward_s
 
+    def holding(self, in_flight: int) -> "SolvedStage":
+        """The same stage under a schedule that holds `in_flight` microbatches there."""
+        old = self.plan.predicted
+        change = (in_flight - old.in_flight) * old.saved_bytes_per_microbatch
+        new = replace(old, in_flight=in_flight, peak_memory_bytes=old.peak_memory_bytes + change)
+        return replace(self, plan=replace(self.plan, predicted=new))
+
     def cost_s(self, microbatches: int) -> float:
         """Seconds of all microbatches one after the other, and of the work done once a step."""
         return microbatches * self.time_s + self.plan.predicted.once_s + self.plan.predicted.optimizer_s
@@ -140,11 +147,14 @@ class StageSolver:
         pricer, place = self.pricer, _data_place(task.mesh)
         if not pricer.is_separable or place is None:
             return None
-        inner, dp = inner_mesh(task.mesh), task.mesh.sizes[place]
+        inner = pricer.inner_problem(task.mesh, task.microbatches, task.segments)
+        varied = pricer.varied(inner, task.way.variant)
+        if varied is None:
+            return None
         problem = replace(
-            pricer.problem(inner, task.microbatches * dp, task.segments),
+            varied,
             remat=task.way.remat,
-            pins=tuple(pin for pin in pricer.pins + task.pins if pin.axis != DATA_AXIS),
+            pins=inner.pins + tuple(pin for pin in task.pins if pin.axis != DATA_AXIS),
             receives={value: _without(layout, place) for value, layout in task.receives.items()},
             sends={value: _without(layout, place) for value, layout in task.sends.items()},
             time_limit_s=self.time_limit_s,
@@ -153,7 +163,7 @@ class StageSolver:
             solution = pricer.solve(problem)
         except InfeasiblePlan:
             return None
-        lift = Lift(pricer, task, place, dp)
+        lift = Lift(pricer, task, place, task.mesh.sizes[place])
         parameters = lift.parameters(solution.parameters)
         predicted = lift.prediction(solution, parameters)
         if predicted.peak_memory_bytes > task.memory_bytes:
@@ -209,7 +219,9 @@ class Lift:
         prices = Prices(pricer.sites.cluster, task.mesh, pricer.options.optimizer)
         way = next(
             way
-            for way in pricer.ways_of_solution(task.way.shape, task.mesh, task.microbatches, solution, task.segments)
+            for way in pricer.ways_of_solution(
+                task.way.shape, task.mesh, task.microbatches, solution, task.segments, task.way.variant
+            )
             if way.sharded == task.way.sharded and not way.remat
         )
         totals = Ranges(way).totals(0, len(way.segments))

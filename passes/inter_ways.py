@@ -90,25 +90,44 @@ class Shared:
         return 0 < inside < len(self.segments)
 
 
+@dataclass(frozen=True, order=True)
+class Variant:
+    """What the integer program on the inner axes is asked for.
+
+    used: every axis must be used for what its name says (`intra_split`). factor: a byte kept from forward to backward
+    is worth `factor` times the seconds of running forward again a byte that this would free; 0: bytes are free.
+    """
+
+    used: bool = False
+    factor: float = 0.0
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to run every segment of the chain on meshes of `shape`.
 
     sharded: parameters sharded over dp (ZeRO-3). remat: every segment's forward is run again. shared: parameters that
-    several segments use.
+    several segments use. variant: of the layouts on the inner axes.
     """
 
     shape: MeshShape
     sharded: bool
     remat: bool
     segments: tuple[Numbers, ...]
-    shared: tuple["Shared", ...] = ()
+    shared: tuple[Shared, ...] = ()
+    variant: Variant = Variant()
+
+    @property
+    def kind(self) -> tuple[MeshShape, bool, Variant]:
+        """Ways of one kind store parameters alike."""
+        return self.shape, self.sharded, self.variant
 
     @property
     def name(self) -> str:
         """ "dp=8,tp=4, sharded parameters, remat"."""
         parts = [",".join(f"{axis}={size}" for axis, size in self.shape) or "one device"]
-        return ", ".join(parts + ["sharded parameters"] * self.sharded + ["remat"] * self.remat)
+        marks = ["sharded parameters"] * self.sharded + ["lean"] * (self.variant.factor > 0) + ["remat"] * self.remat
+        return ", ".join(parts + marks)
 
 
 def ways_of_shape(

@@ -16,6 +16,7 @@ from autoshard.errors import InfeasiblePlan
 from autoshard.passes.intra_fold import Run, SegmentLike
 from autoshard.passes.intra_graph import ChoiceGraph, Group, Kind, Node, Strategy, Use, Wire
 from autoshard.passes.intra_pins import Pinned
+from autoshard.passes.intra_split import SplitRule
 from autoshard.passes.intra_strategies import StrategyMaker, asked, held
 from autoshard.placement import I, Layout, Placement, S, local_shape
 from autoshard.program import Operator, Program, TensorType, Value, operand_values, operator_of, place, result_types, value_of
@@ -30,7 +31,7 @@ class Surroundings:
     """What an assembly reads beside program and segments.
 
     axes: names of the mesh's axes. samples: node name -> its strategy on the axis of microbatches (empty for one).
-    receives, sends: layouts already decided of values that enter or leave, by value.
+    receives, sends: layouts already decided of values that enter or leave, by value. used: axes of `intra_split`.
     """
 
     axes: tuple[str, ...]
@@ -39,6 +40,7 @@ class Surroundings:
     pinned: Pinned
     receives: Mapping[Value, Layout]
     sends: Mapping[Value, Layout]
+    used: tuple[str, ...] = ()
 
 
 @dataclass
@@ -148,12 +150,23 @@ class Assembly:
         op = self._sample_operator(name, operator_of(fx_node))
         operands = operand_values(fx_node)
         symbolic = [self.symbolic(value) for value in operands] + [self.symbolic(Value(name, i)) for i in range(len(op.results))]
-        strategies = self._pinned_operator(name, operands, self.maker.operator(op, symbolic))
+        strategies = self._split_operator(name, op, operands, self.maker.operator(op, symbolic))
+        strategies = self._pinned_operator(name, operands, strategies)
         saved = saved_values(op)
         places = [self._place(draft, group, run, position, slot, value) for slot, value in enumerate(operands)]
         number = draft.add(name, Node(name, "operator", group, strategies, run.count, saved.operands, saved.results))
         for slot, (value, count, share) in enumerate(places):
             draft.uses.setdefault(value, []).append(Use(number, slot, count, share))
+
+    def _split_operator(
+        self, name: str, op: Operator, operands: Sequence[Value], strategies: tuple[Strategy, ...]
+    ) -> tuple[Strategy, ...]:
+        rule = SplitRule(self.around.axes, self.maker.axis_sizes, self.around.used)
+        known = self.program.parameters
+        weights = [
+            slot for slot, value in enumerate(operands) if value.node in known and len(known[value.node].type.shape) > 1
+        ]
+        return rule.kept(op, weights, self.around.samples.get(name), strategies)
 
     def _sample_operator(self, name: str, op: Operator) -> Operator:
         strategy = self.around.samples.get(name)

@@ -77,6 +77,7 @@ class ChainProblem:
     modules, None to choose. uneven: which dims may be cut into unequal shards. receives, sends: layouts already decided
     of values that cross into or out of the range. fold: solve equal segments once.
     samples: what `sample_placements(program)` gave, where the caller knows it; prices: the mesh's, likewise.
+    used: axes that must be used for what their names say (`intra_split`).
     """
 
     program: Program
@@ -99,6 +100,7 @@ class ChainProblem:
     sends: Mapping[Value, Layout] | None = None
     fold: bool = True
     samples: Mapping[str, AxisStrategy] | None = None
+    used: tuple[str, ...] = ()
     prices: Prices | None = None
 
 
@@ -139,7 +141,7 @@ def assemble(problem: ChainProblem) -> Assembly:
     prices = problem.prices or Prices(problem.cluster, problem.mesh, problem.optimizer)
     maker = StrategyMaker(problem.mesh.sizes, prices, EvenRule(problem.uneven, sizes), problem.optimizer)
     around = Surroundings(
-        axes, problem.microbatches, _samples(problem), pinned, problem.receives or {}, problem.sends or {}
+        axes, problem.microbatches, _samples(problem), pinned, problem.receives or {}, problem.sends or {}, problem.used
     )
     return Assembly(program, segments, start, stop, runs, maker, around)
 

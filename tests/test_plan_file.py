@@ -27,7 +27,16 @@ def small_plan() -> Plan:
         ("blocks.0",),
         predicted,
     )
-    last = StagePlan(Mesh((), (), (2,)), (3, 4), {"sum_1": OperatorPlan(((),), ((),), ())}, {"w": ()}, {"add[1]": ()}, {}, (), predicted)
+    last = StagePlan(
+        Mesh((), (), (2,)),
+        (3, 4),
+        {"sum_1": OperatorPlan(((),), ((),), ())},
+        {"w": ()},
+        {"add[1]": ()},
+        {},
+        (),
+        predicted,
+    )
     return Plan(
         (first, last),
         4,

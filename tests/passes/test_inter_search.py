@@ -104,7 +104,7 @@ def _of_stages(
         choices.append(fitting)
     for stages in itertools.product(*choices):
         kinds = {
-            (stage.option.key.shape, stage.option.key.sharded)  # type: ignore[attr-defined]
+            stage.option.key.kind  # type: ignore[attr-defined]
             for stage in stages
             if any(s.split_by(stage.start, stage.stop) for s in stage.option.key.shared)  # type: ignore[attr-defined]
         }
