@@ -169,9 +169,14 @@ class _Splice:
         if not first[1] <= second[0] or not second[1] <= third[0]:
             self._fail("they interleave")
         period = self.calls[second[0] : third[0]]
-        block, last = self.calls[slice(*second)], self.calls[slice(*third)]
-        self._match(block, last, set(period))
-        self._check_between(self.calls[first[1] : second[0]], self.calls[second[1] : third[0]], set(period), len(block))
+        between = len(period) - (second[1] - second[0])
+        last = self.calls[third[0] : third[1] + between]
+        if between and not self._agrees(period, last):
+            # What is between blocks comes before each, not behind it, or another thing follows the last.
+            last = self.calls[slice(*third)]
+        if not between or len(last) != len(period):
+            self._match(self.calls[slice(*second)], last, set(period))
+        self._check_between(self.calls[first[1] : second[0]], self.calls[second[1] : third[0]], set(period))
         self._check_uses(set(period), set(last))
         self._fill_placeholders()
         self._copy(period, last)
@@ -192,6 +197,15 @@ class _Splice:
         return inside[0], inside[-1] + 1
 
     # -- agreement
+
+    def _agrees(self, period: Sequence[fx.Node], last: Sequence[fx.Node]) -> bool:
+        """Whether block 2 agrees with block 1 along with what follows either; keeps what is carried only then."""
+        try:
+            self._match(period, last, set(period))
+        except CannotSplice:
+            self.carried.clear()
+            return False
+        return True
 
     def _match(self, block: Sequence[fx.Node], last: Sequence[fx.Node], period: set[fx.Node]) -> None:
         """Blocks 1 and 2 are equal node by node, operand by operand."""
@@ -229,7 +243,7 @@ class _Splice:
         start = f"{self.stack.path}.{source}."
         return f"{self.stack.path}.{block}.{name[len(start):]}" if name.startswith(start) else name
 
-    def _check_between(self, before: Sequence[fx.Node], after: Sequence[fx.Node], period: set[fx.Node], size: int) -> None:
+    def _check_between(self, before: Sequence[fx.Node], after: Sequence[fx.Node], period: set[fx.Node]) -> None:
         """What the list's owner does between blocks is the same after blocks 0 and 1, and knows no block's number."""
         if len(before) != len(after):
             self._fail("what happens between them differs")
