@@ -28,17 +28,15 @@ class MemoryBuilder:
     remat: tuple[bool, ...]
     unit_bytes: float
 
-    def build(self, skeleton: Skeleton) -> int | None:
-        """The column of the units above the limit (None without a limit).
-
-        Families "saved", "transient", "again", "memory".
+    def build(self, skeleton: Skeleton) -> None:
+        """Families "saved", "transient", "again", "memory".
 
         "transient": w >= bytes of one node or conversion at work; "again": v >= bytes that one segment saves while it
         is run again.
         """
         rows, one = skeleton.rows, np.array([self.unit_bytes])
         total = list(skeleton.sums.held_bytes)
-        working, again = rows.columns(np.zeros(1), amount=True), rows.columns(np.zeros(1), amount=True)
+        working, again = rows.columns(np.zeros(1)), rows.columns(np.zeros(1))
         total += [(working, one), (again, one)]
         for columns, bytes_ in skeleton.sums.transients:
             self._at_least(rows, "transient", working, [(columns, bytes_)])
@@ -49,7 +47,7 @@ class MemoryBuilder:
             if remat:
                 copies = self.graph.groups[group].count
                 self._at_least(rows, "again", again, [(columns, bytes_ / copies) for columns, bytes_ in saved])
-        return self._limit(skeleton, total)
+        self._limit(skeleton, total)
 
     def _at_least(self, rows: Rows, family: str, column: Integers, terms: Sequence[Expression]) -> None:
         """column * unit >= sum of terms."""
@@ -108,19 +106,13 @@ class MemoryBuilder:
             for number, copies in self.graph.groups[group].boundary
         ]
 
-    def _limit(self, skeleton: Skeleton, total: list[Expression]) -> int | None:
-        """"memory": held + in flight * kept + working <= limit + above; the price of a byte.
-
-        `above` measures how far a limit is out of reach; a plan has it 0.
-        """
+    def _limit(self, skeleton: Skeleton, total: list[Expression]) -> None:
+        """"memory": held + in flight * kept + working <= limit; the price of a byte."""
         rows, limit = skeleton.rows, self.terms.limit_bytes
         if self.terms.price_s_per_byte:
             for columns, bytes_ in total:
                 rows.charge(columns, bytes_ * self.terms.price_s_per_byte * skeleton.scale)
-        if limit is None:
-            return None
-        line, above = rows.rows("memory", -np.inf, limit / self.unit_bytes), rows.columns(np.zeros(1), amount=True)
-        rows.enter(line, above, -1.0)
-        for columns, bytes_ in total:
-            rows.enter(line, columns, bytes_ / self.unit_bytes)
-        return int(above[0])
+        if limit is not None:
+            line = rows.rows("memory", -np.inf, limit / self.unit_bytes)
+            for columns, bytes_ in total:
+                rows.enter(line, columns, bytes_ / self.unit_bytes)

@@ -1,9 +1,10 @@
 """The integer program of `intra_op`: columns x, e, y and the families that tie them; bytes are in `intra_memory`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.passes.intra_bill import Terms, share_group, shares
 from autoshard.passes.intra_graph import ChoiceGraph
@@ -44,12 +45,15 @@ class Skeleton:
 
 @dataclass(frozen=True)
 class SkeletonBuilder:
-    """Builds x, e, y, z. remat[g]: whether group g's forward runs twice."""
+    """Builds x, e, y, z. remat[g]: whether group g's forward runs twice. offered: the pairs [q,p] that get columns, by
+    (wire, share); all pairs of wires that it lacks.
+    """
 
     graph: ChoiceGraph
     tables: Sequence[Table]
     terms: Terms
     remat: tuple[bool, ...]
+    offered: Mapping[tuple[int, str], NDArray[np.bool_]]
 
     def build(self) -> Skeleton:
         """Families "choice", "producer", "consumer", "shared", "summed"."""
@@ -95,14 +99,14 @@ class SkeletonBuilder:
         """The transports of one wire; those whose conversions are shared are priced through y."""
         wire, table, rows = self.graph.wires[number], self.tables[number], skeleton.rows
         wants = column_of(self.graph, wire, table)
-        for uses in shares(wire).values():
+        for share, uses in shares(wire).items():
             first = wire.uses[uses[0]]
             group = share_group(self.graph, wire, first)
             weight = 1.0 if wire.stored else self._forward_weight(group)
-            forward = first.count * table.forward_s
-            each = self.terms.microbatches * (weight * forward + first.count * table.backward_s) * skeleton.scale
+            each = self.terms.microbatches * first.count * (weight * table.forward_s + table.backward_s) * skeleton.scale
             once = first.count * table.once_s * skeleton.scale
-            flows = [self._flow(skeleton, number, use, wants[use]) for use in uses]
+            offered = self.offered.get((number, share), np.ones(each.shape, dtype=bool))
+            flows = [self._flow(skeleton, number, use, wants[use], offered) for use in uses]
             if len(flows) == 1:
                 used = flows[0] >= 0
                 rows.charge(flows[0][used], (each + once)[used])
@@ -110,28 +114,28 @@ class SkeletonBuilder:
                 _shared(rows, flows, each)
                 _summed(rows, flows, table, once)
             if table.transient_bytes.any():
-                skeleton.sums.transients.extend(
-                    (flow[flow >= 0], table.transient_bytes[flow >= 0]) for flow in flows
-                )
+                skeleton.sums.transients.extend((flow[flow >= 0], table.transient_bytes[flow >= 0]) for flow in flows)
 
-    def _flow(self, skeleton: Skeleton, number: int, use: int, wants: Integers) -> Integers:
-        """e[t,u,q,p] as a matrix of column numbers, -1 where the use never wants p.
+    def _flow(self, skeleton: Skeleton, number: int, use: int, wants: Integers, offered: NDArray[np.bool_]) -> Integers:
+        """e[t,u,q,p] as a matrix of column numbers, -1 where there is none.
 
         "producer": sum_p e[t,u,q,p] = sum of x[producer,s] that yield q; "consumer": sum_q e[t,u,q,p] = sum of x[u,s]
         that want p.
         """
         wire, table, rows = self.graph.wires[number], self.tables[number], skeleton.rows
-        sources, targets = len(table.sources), np.unique(wants)
-        needless = np.array([[_TIE * (q != p) for p in table.targets] for q in table.sources])[:, targets]
-        columns = rows.columns(needless.ravel()).reshape(sources, len(targets))
-        made = rows.rows("producer", 0.0, 0.0, sources)
-        rows.enter(made[:, None], columns, 1.0)
+        targets = np.unique(wants)
+        exists = np.zeros(offered.shape, dtype=bool)
+        exists[:, targets] = offered[:, targets]
+        flow = np.full(offered.shape, -1, dtype=np.int64)
+        flow[exists] = rows.columns(_TIE * (table.forward_s + table.backward_s > 0)[exists])
+        q, p = exists.nonzero()
+        made = rows.rows("producer", 0.0, 0.0, len(table.sources))
+        rows.enter(made[q], flow[exists], 1.0)
         rows.enter(made[table.made], skeleton.choice[wire.producer], -1.0)
-        got = rows.rows("consumer", 0.0, 0.0, len(targets))
-        rows.enter(got[None, :], columns, 1.0)
-        rows.enter(got[np.searchsorted(targets, wants)], skeleton.choice[wire.uses[use].node], -1.0)
-        flow = np.full((sources, len(table.targets)), -1, dtype=np.int64)
-        flow[:, targets] = columns
+        got = np.full(len(table.targets), -1, dtype=np.int64)
+        got[targets] = rows.rows("consumer", 0.0, 0.0, len(targets))
+        rows.enter(got[p], flow[exists], 1.0)
+        rows.enter(got[wants], skeleton.choice[wire.uses[use].node], -1.0)
         return flow
 
 

@@ -19,7 +19,6 @@ class Rows:
     charged: list[tuple[Integers, Floats]] = field(default_factory=list)
     ceilings: list[Floats] = field(default_factory=list)
     whole: list[Floats] = field(default_factory=list)
-    binary: list[Floats] = field(default_factory=list)
     lowers: list[Floats] = field(default_factory=list)
     uppers: list[Floats] = field(default_factory=list)
     entry_rows: list[Integers] = field(default_factory=list)
@@ -27,16 +26,12 @@ class Rows:
     entry_values: list[Floats] = field(default_factory=list)
     families: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def columns(self, cost: Floats, *, ceiling: float = np.inf, whole: bool = False, amount: bool = False) -> Integers:
-        """Add one column for each cost; the numbers of the new columns.
-
-        whole: integer values only. amount: a quantity, where other columns are 0 or 1 in every integer solution.
-        """
+    def columns(self, cost: Floats, *, ceiling: float = np.inf, whole: bool = False) -> Integers:
+        """Add one column for each cost; the numbers of the new columns. whole: integer values only."""
         count = len(cost)
         self.costs.append(np.asarray(cost, dtype=np.float64))
         self.ceilings.append(np.full(count, ceiling))
         self.whole.append(np.full(count, float(whole)))
-        self.binary.append(np.full(count, float(not amount)))
         self.width += count
         return np.arange(self.width - count, self.width, dtype=np.int64)
 
@@ -70,10 +65,6 @@ class Rows:
         """A, in compressed columns."""
         places = (_joined(self.entry_rows).astype(np.int32), _joined(self.entry_columns).astype(np.int32))
         return sparse.coo_array((_joined(self.entry_values), places), shape=(self.height, self.width)).tocsc()
-
-    def zero_or_one(self) -> NDArray[np.bool_]:
-        """Columns that are 0 or 1 in every integer solution."""
-        return _joined(self.binary) > 0
 
     def family_sizes(self) -> dict[str, int]:
         """Number of rows of each family."""

@@ -1,10 +1,10 @@
 """Solving the integer program.
 
-For each way to decide remat, one linear relaxation (HiGHS, dual simplex). Where its x are whole it is the optimum. Else
-a choice that uses a column of reduced cost d costs at least the relaxation plus d: columns with d above a trial gap are
-left out, which leaves a far smaller program; its integer optimum, when it lies within the trial gap of the relaxation,
-is the optimum of the whole program, and otherwise gives the next trial gap. Ways whose relaxation is no better than a
-choice in hand are skipped.
+For each way to decide remat, `intra_ascent` gives a bound and a choice, with bytes at the price that makes the bound
+highest. Where the two meet, the choice is the optimum. Else everything that would cost more than bound + a trial gap is
+left out, which leaves a program hundreds of times smaller; HiGHS solves it, and when its optimum lies within the trial
+gap it is the optimum of the whole program, otherwise the trial gap grows. Ways whose bound is no better than a choice in
+hand are skipped.
 """
 
 import itertools
@@ -15,19 +15,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 
+from autoshard.passes.intra_ascent import Ascent, Excess
 from autoshard.passes.intra_bill import Bill, Terms, bill
-from autoshard.passes.intra_descent import Descent
 from autoshard.passes.intra_graph import ChoiceGraph, wanted, yielded
 from autoshard.passes.intra_memory import MemoryBuilder
 from autoshard.passes.intra_model import SCALE, SkeletonBuilder, ties
 from autoshard.passes.intra_rows import Rows
-from autoshard.passes.intra_tables import Floats, Table
+from autoshard.passes.intra_tables import Floats, Table, narrowed
 
 _TRIAL = 0.003
 """First trial gap, relative."""
+
+_CLOSE = 1e-9
+"""Relative difference at which a bound and a choice are the same number."""
+
+_PASSES = 60
+_PRICES = 24
+"""Prices of a byte that are tried at most."""
+
+_MOST_PAIRS = 400_000
+"""Largest program that is handed to HiGHS."""
 
 _REMAT_WAYS = 8
 """Most ways to decide remat that are tried each by itself; of more, a nested family is tried."""
@@ -66,56 +75,20 @@ class OutOfMemory(Exception):
         super().__init__(f"{self.needed_bytes:.0f} bytes")
 
 
-@dataclass(frozen=True)
-class Relaxation:
-    """Answer of the linear relaxation: values (None: none in time), objective and reduced costs of the columns."""
-
-    values: Floats | None
-    objective: float
-    reduced: Floats
-
-
-def relax(rows: Rows, cost: Floats, fixed: int | None, time_limit_s: float) -> Relaxation:
-    """Minimise `cost` over the rows without integrality, column `fixed` at 0."""
-    lower, upper, ceiling, _ = rows.bounds()
-    if fixed is not None:
-        ceiling[fixed] = 0.0
-    matrix = rows.matrix().tocsr()
-    equal, above, below = lower == upper, (lower > -np.inf) & (lower < upper), (upper < np.inf) & (lower < upper)
-    unequal = bool((below | above).any())
-    result = linprog(
-        cost,
-        A_ub=sparse.vstack([matrix[below], -matrix[above]]) if unequal else None,
-        b_ub=np.concatenate([upper[below], -lower[above]]) if unequal else None,
-        A_eq=matrix[equal],
-        b_eq=lower[equal],
-        bounds=np.stack([np.zeros(rows.width), ceiling], axis=1),
-        method="highs-ds",
-        options={"time_limit": max(time_limit_s, 0.1)},
-    )
-    if result.status != 0:
-        return Relaxation(None, -math.inf, np.zeros(0))
-    return Relaxation(result.x, float(result.fun), result.lower.marginals)
-
-
-def minimise(rows: Rows, kept: NDArray[np.int64], time_limit_s: float, relative_gap: float) -> tuple[Floats | None, float]:
-    """Solve the rows over the kept columns, others 0: values of all columns (None: none found) and a bound."""
+def minimise(rows: Rows, time_limit_s: float, relative_gap: float) -> tuple[Floats | None, float]:
+    """Solve the rows: values of all columns (None: none found) and a bound, infinite where nothing is feasible."""
     lower, upper, ceiling, whole = rows.bounds()
     result = milp(
-        rows.cost()[kept],
-        integrality=whole[kept],
-        bounds=Bounds(np.zeros(len(kept)), ceiling[kept]),
-        constraints=LinearConstraint(rows.matrix()[:, kept], lower, upper),
+        rows.cost(),
+        integrality=whole,
+        bounds=Bounds(np.zeros(rows.width), ceiling),
+        constraints=LinearConstraint(rows.matrix(), lower, upper),
         options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": relative_gap},
     )
     if result.status == 2:
         return None, math.inf
     bound = -math.inf if result.mip_dual_bound is None or math.isnan(result.mip_dual_bound) else float(result.mip_dual_bound)
-    if result.x is None:
-        return None, bound
-    values = np.zeros(rows.width)
-    values[kept] = result.x
-    return values, bound
+    return result.x, bound
 
 
 @dataclass(frozen=True)
@@ -140,34 +113,32 @@ class Solver:
         started = time.monotonic()
         bound = -math.inf
         if self.terms.price_s_per_byte == 0:
-            free = _Way(self, tuple(bool(flag) for flag in self.remat), memory=False).solve(started, math.inf)
+            decided = tuple(bool(flag) for flag in self.remat)
+            unlimited = replace(self.terms, limit_bytes=None)
+            free = _Way(self, unlimited, decided, started).solve(math.inf)
             assert free is not None
-            if self._fits(free):
+            if self.terms.limit_bytes is None or free.bill.memory_bytes(decided, self.terms.in_flight) <= self.terms.limit_bytes:
                 return free
             bound = free.bound
         return self._with_bytes(started, bound)
 
-    def _fits(self, solved: Solved) -> bool:
-        limit = self.terms.limit_bytes
-        return limit is None or solved.bill.memory_bytes(solved.remat, self.terms.in_flight) <= limit * (1 + 1e-9)
-
     def _with_bytes(self, started: float, bound: float) -> Solved:
-        """The best of the ways to decide remat, most promising relaxation first."""
+        """The best of the ways to decide remat, most promising first."""
         flags, complete = self._remat_ways()
-        ways = [_Way(self, remat, memory=True) for remat in flags]
-        fitting = [way for way in ways if not way.overflows(started)]
+        ways = [_Way(self, self.terms, remat, started) for remat in flags]
         best: Solved | None = None
         lowest = math.inf
-        for way in sorted(fitting, key=lambda way: way.bound(started)):
-            found = way.solve(started, math.inf if best is None else best.objective)
-            lowest = min(lowest, way.bound(started) if found is None else found.bound)
+        for way in sorted(ways, key=lambda way: way.lower):
+            found = way.solve(math.inf if best is None else best.objective)
+            lowest = min(lowest, way.lower)
             if found is not None and (best is None or found.objective < best.objective):
                 best = found
         if best is None:
-            raise self._shortfall(ways, started, proved=not fitting)
+            raise self._shortfall(ways)
         lower = max(min(lowest, best.objective) if complete else -math.inf, bound)
         gap = max(0.0, best.objective - lower) / best.objective if best.objective > 0 else 0.0
-        return replace(best, bound=lower, gap=gap, time_s=time.monotonic() - started)
+        status = "time limit" if time.monotonic() - started > self.time_limit_s else best.status
+        return replace(best, bound=lower, gap=gap, time_s=time.monotonic() - started, status=status)
 
     def _remat_ways(self) -> tuple[list[tuple[bool, ...]], bool]:
         """Decisions to try, and whether they are all there are.
@@ -186,130 +157,175 @@ class Solver:
         ]
         return ways, 2 ** len(open_) <= _REMAT_WAYS
 
-    def _shortfall(self, tried: Sequence["_Way"], started: float, proved: bool) -> OutOfMemory:
+    def _shortfall(self, ways: Sequence["_Way"]) -> OutOfMemory:
         """The choice that needs the least bytes."""
-        least: OutOfMemory | None = None
-        for way in tried:
-            choice = way.smallest(started)
-            short = OutOfMemory(choice, bill(self.graph, self.tables, choice), way.remat, self.terms.in_flight, proved)
-            least = short if least is None or short.needed_bytes < least.needed_bytes else least
-        assert least is not None
-        return least
+        proved = all(math.isinf(way.lower) for way in ways)
+        found = [
+            OutOfMemory(choice, bill(self.graph, self.tables, choice), way.remat, self.terms.in_flight, proved)
+            for way in ways
+            for choice in way.small
+        ]
+        return min(found, key=lambda short: short.needed_bytes)
 
 
 class _Way:
-    """The program with remat decided."""
+    """The program with remat decided.
 
-    def __init__(self, solver: Solver, remat: tuple[bool, ...], memory: bool) -> None:
-        self.solver, self.remat, self.memory = solver, remat, memory
-        graph, terms = solver.graph, solver.terms
-        self.skeleton = SkeletonBuilder(graph, solver.tables, terms, remat).build()
-        self.above: int | None = None
-        if memory:
-            wants = [[wanted(graph, use) for use in wire.uses] for wire in graph.wires]
-            yields = [yielded(graph, wire) for wire in graph.wires]
-            unit = (terms.limit_bytes or 2**30) / SCALE
-            self.above = MemoryBuilder(graph, wants, yields, terms, remat, unit).build(self.skeleton)
-        self._relaxed: Relaxation | None = None
-        self._smallest: Relaxation | None = None
+    lower: no choice that fits costs less (infinite: nothing fits). best: the cheapest choice met that fits.
+    small: choices met that need few bytes.
+    """
 
-    def _left(self, started: float) -> float:
-        return self.solver.time_limit_s - (time.monotonic() - started)
+    def __init__(self, solver: Solver, terms: Terms, remat: tuple[bool, ...], started: float) -> None:
+        self.solver, self.terms, self.remat, self.started = solver, terms, remat, started
+        self.ascent = Ascent(solver.graph, solver.tables, terms, remat)
+        self.best: tuple[float, tuple[int, ...]] | None = None
+        self.small = [self.ascent.smallest()]
+        self.lower, self.byte_price = self._priced()
 
-    def relaxed(self, started: float) -> Relaxation:
-        """The relaxation, solved once."""
-        if self._relaxed is None:
-            self._relaxed = relax(self.skeleton.rows, self.skeleton.rows.cost(), self.above, self._left(started))
-        return self._relaxed
+    def _left(self) -> float:
+        return self.solver.time_limit_s - (time.monotonic() - self.started)
 
-    def bound(self, started: float) -> float:
-        """No choice has a smaller objective."""
-        return (self.relaxed(started).objective - ties(self.solver.graph)) / self.skeleton.scale
+    def _try(self, choice: tuple[int, ...]) -> tuple[float, float]:
+        """Remember a choice if it is the cheapest that fits; its objective and its bytes above the limit."""
+        cost = bill(self.solver.graph, self.solver.tables, choice)
+        above = -math.inf
+        if self.terms.limit_bytes is not None:
+            above = cost.memory_bytes(self.remat, self.terms.in_flight) - self.terms.limit_bytes
+        objective = cost.objective(self.remat, self.terms)
+        if above <= 0 and (self.best is None or objective < self.best[0]):
+            self.best = objective, choice
+        return objective, above
 
-    def overflows(self, started: float) -> bool:
-        """Whether nothing fits: even the relaxation that minimises bytes alone is above the limit.
+    def _priced(self) -> tuple[float, float]:
+        """(bound, price of a byte) at the price, beyond `terms.price_s_per_byte`, that makes the bound highest.
 
-        Asked before `relaxed`: the simplex method may take minutes to see that an infeasible program is so.
+        The bound is concave in the price. A choice is a line, its seconds + price * its bytes above the limit; the next
+        price is where the line of the last that was too large meets that of the last that fits.
         """
-        if self.above is None:
-            return False
-        least = self.least_bytes(started)
-        return least.values is not None and bool(least.values[self.above] > 1e-7)
+        limit, base = self.terms.limit_bytes, self.terms.price_s_per_byte
+        bound, choice = self.ascent.run(base, _PASSES)
+        objective, above = self._try(choice)
+        if limit is None or above <= 0:
+            return bound, 0.0
+        if self.ascent.least_bytes > limit:
+            self.small.append(self.ascent.run(base + 1e3 * max(bound, 1e-9) / limit, _PASSES)[1])
+            return math.inf, 0.0
+        best, low, high = (bound, 0.0), (0.0, objective, above), None
+        for _ in range(_PRICES):
+            price = _meeting(low, high, 0.1 * max(bound, 1e-9) / limit)
+            bound, choice = self.ascent.run(base + price, _PASSES)
+            best = max(best, (bound - price * limit, price))
+            objective, above = self._try(choice)
+            line = objective + price * above
+            if above > 0:
+                low = price, objective, above
+                self.small = [self.small[0], choice]
+            else:
+                high = price, objective, above
+            met = best[0] >= line - 1e-4 * abs(line) and above <= 0
+            if self._left() <= 0 or met or (high is not None and high[0] - low[0] < 2e-3 * high[0]):
+                break
+        return best
 
-    def least_bytes(self, started: float) -> Relaxation:
-        """The relaxation that minimises the bytes above the limit alone."""
-        if self._smallest is None:
-            cost = np.zeros(self.skeleton.rows.width)
-            cost[self.above] = 1.0
-            self._smallest = relax(self.skeleton.rows, cost, None, max(self._left(started), 5.0))
-        return self._smallest
-
-    def smallest(self, started: float) -> tuple[int, ...]:
-        """The choice that needs the least bytes (its largest shares, where the relaxation leaves it open)."""
-        relaxed = self.least_bytes(started)
-        if relaxed.values is not None:
-            return self._chosen(relaxed.values)
-        terms = replace(self.solver.terms, limit_bytes=None, price_s_per_byte=1.0)
-        found = Descent(self.solver.graph, self.solver.tables, terms, self.remat).best()
-        assert found is not None
-        return found[0]
-
-    def _chosen(self, values: Floats) -> tuple[int, ...]:
-        return tuple(int(values[columns].argmax()) for columns in self.skeleton.choice)
-
-    def solve(self, started: float, cutoff: float) -> Solved | None:
+    def solve(self, cutoff: float) -> Solved | None:
         """The optimum, or the best in time; None where nothing cheaper than `cutoff` was found."""
-        relaxed = self.relaxed(started)
-        if relaxed.values is None:
-            return self._descend(started, -math.inf)
-        if self.bound(started) >= cutoff:
+        if self.lower >= cutoff:
             return None
-        if all(relaxed.values[columns].max() > 1 - 1e-6 for columns in self.skeleton.choice):
-            return self._solved(self._chosen(relaxed.values), self.bound(started), started, "optimal")
-        return self._branch(relaxed, started, cutoff)
+        size = (0, 0)
+        if self._gap() > _CLOSE:
+            self.ascent.run(self.terms.price_s_per_byte + self.byte_price, _PASSES)
+            size = self._search(self.ascent.excess(), self.lower)
+        return self._solved(size) if self.best is not None else None
 
-    def _branch(self, relaxed: Relaxation, started: float, cutoff: float) -> Solved | None:
-        """Integer programs over ever more columns, until the optimum is among them."""
-        rows, slack, scale = self.skeleton.rows, ties(self.solver.graph), self.skeleton.scale
-        binary, bound = rows.zero_or_one(), self.bound(started)
-        amounts = np.ones(rows.width, dtype=bool)
-        if self.above is not None:
-            amounts[self.above] = False
-        most = float(relaxed.reduced[binary].max())
-        trial, best = _TRIAL * relaxed.objective, None
-        while self._left(started) > 0:
-            kept = np.flatnonzero(amounts & (~binary | (relaxed.reduced <= trial)))
-            values, lowest = minimise(rows, kept, self._left(started), self.solver.relative_gap)
-            lowest = min(lowest, relaxed.objective + trial) if trial < most else lowest
-            bound = max(bound, (lowest - slack) / scale)
-            if values is None and (trial >= most or bound >= cutoff):
-                break
-            if values is None:
-                trial *= 4
-                continue
-            best = self._solved(self._chosen(values), bound, started, "optimal")
-            excess = best.objective * scale - relaxed.objective + slack
-            if excess <= trial or trial >= most:
-                break
-            trial = min(excess, 4 * trial)
-        if best is None:
-            return None if bound >= cutoff or math.isinf(bound) else self._descend(started, bound)
-        late = best.gap > 10 * self.solver.relative_gap + 2 * slack / SCALE
-        return replace(best, status="time limit") if late else best
+    def _gap(self) -> float:
+        return math.inf if self.best is None else (self.best[0] - self.lower) / max(abs(self.best[0]), 1e-30)
 
-    def _descend(self, started: float, bound: float) -> Solved | None:
+    def _search(self, excess: Excess, base: float) -> tuple[int, int]:
+        """Integer programs over what costs at most `base` + a growing trial gap; the size of the last."""
+        trial, size = _TRIAL * abs(base), (0, 0)
+        while self._gap() > _CLOSE and self._left() > 0:
+            if self.best is not None:
+                trial = min(trial, self.best[0] - base)
+            part = self._part(excess, trial * (1 + 1e-6))
+            if part.pairs > _MOST_PAIRS:
+                break
+            choice, bound, size = self._optimum(part)
+            self.lower = max(self.lower, bound if part.whole else min(bound, base + trial))
+            if choice is not None:
+                self._try(choice)
+            if part.whole or (choice is not None and self.best is not None and self.best[0] <= base + trial):
+                break
+            trial *= 4
+        return size
+
+    def _part(self, excess: Excess, most: float) -> "_Part":
+        """The graph without strategies and pairs whose excess is above `most`."""
         solver = self.solver
-        terms = solver.terms if self.memory else replace(solver.terms, limit_bytes=None)
-        found = Descent(solver.graph, solver.tables, terms, self.remat).best()
-        return None if found is None else self._solved(found[0], bound, started, "descent")
-
-    def _solved(self, choice: tuple[int, ...], bound: float, started: float, status: str) -> Solved:
-        solver, rows = self.solver, self.skeleton.rows
-        cost = bill(solver.graph, solver.tables, choice)
-        objective = cost.objective(self.remat, solver.terms)
-        bound = min(bound, objective)
-        gap = (objective - bound) / objective if objective > 0 else 0.0
-        took = time.monotonic() - started
-        return Solved(
-            choice, self.remat, cost, objective, bound, gap, took, rows.width, rows.height, status, solver.terms.in_flight
+        kept = tuple(np.flatnonzero(more <= most) for more in excess.strategies)
+        nodes = tuple(
+            replace(node, strategies=tuple(node.strategies[number] for number in numbers))
+            for node, numbers in zip(solver.graph.nodes, kept, strict=True)
         )
+        graph = replace(solver.graph, nodes=nodes)
+        narrow = [narrowed(graph, wire, table) for wire, table in zip(graph.wires, solver.tables, strict=True)]
+        offered = {
+            (wire, share): more[np.ix_(narrow[wire].rows, narrow[wire].columns)] <= most
+            for (wire, share), more in excess.pairs.items()
+        }
+        pairs = sum(int(mask.sum()) * len(graph.wires[wire].uses) for (wire, _), mask in offered.items())
+        whole = all(
+            len(numbers) == len(node.strategies) for numbers, node in zip(kept, solver.graph.nodes, strict=True)
+        )
+        whole = whole and all(bool(mask.all()) for mask in offered.values())
+        return _Part(graph, [entry.table for entry in narrow], offered, kept, pairs, whole)
+
+    def _optimum(self, part: "_Part") -> tuple[tuple[int, ...] | None, float, tuple[int, int]]:
+        """HiGHS on a part: choice (None: none found), bound, and (columns, rows)."""
+        skeleton = SkeletonBuilder(part.graph, part.tables, self.terms, self.remat, part.offered).build()
+        if self.terms.limit_bytes is not None or self.terms.price_s_per_byte:
+            wants = [[wanted(part.graph, use) for use in wire.uses] for wire in part.graph.wires]
+            yields = [yielded(part.graph, wire) for wire in part.graph.wires]
+            unit = (self.terms.limit_bytes or 2**30) / SCALE
+            MemoryBuilder(part.graph, wants, yields, self.terms, self.remat, unit).build(skeleton)
+        rows = skeleton.rows
+        values, bound = minimise(rows, self._left(), self.solver.relative_gap)
+        bound = (bound - ties(part.graph)) / skeleton.scale
+        if values is None:
+            return None, bound, (rows.width, rows.height)
+        best = zip(part.kept, skeleton.choice, strict=True)
+        return tuple(int(numbers[values[columns].argmax()]) for numbers, columns in best), bound, (rows.width, rows.height)
+
+    def _solved(self, size: tuple[int, int]) -> Solved:
+        assert self.best is not None
+        objective, choice = self.best
+        lower = min(self.lower, objective)
+        gap = (objective - lower) / objective if objective > 0 else 0.0
+        status = "optimal" if gap <= _CLOSE + 10 * self.solver.relative_gap else "time limit"
+        cost = bill(self.solver.graph, self.solver.tables, choice)
+        took = time.monotonic() - self.started
+        return Solved(choice, self.remat, cost, objective, lower, gap, took, *size, status, self.terms.in_flight)
+
+
+_Line = tuple[float, float, float]
+"""(price at which a choice was met, its objective, its bytes above the limit)"""
+
+
+def _meeting(low: _Line, high: _Line | None, first: float) -> float:
+    """The price at which two choices cost the same; inside their own prices, not too near to either."""
+    if high is None:
+        return max(4 * low[0], first)
+    span = high[0] - low[0]
+    price = (high[1] - low[1]) / (low[2] - high[2])
+    return min(max(price, low[0] + 0.1 * span), high[0] - 0.1 * span)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A graph with fewer strategies. kept[n]: numbers of node n's strategies; pairs: of all transports; whole: all."""
+
+    graph: ChoiceGraph
+    tables: list[Table]
+    offered: dict[tuple[int, str], NDArray[np.bool_]]
+    kept: tuple[NDArray[np.int64], ...]
+    pairs: int
+    whole: bool

@@ -110,3 +110,28 @@ def local_bytes(type: TensorType, layout: Layout, axis_sizes: Sequence[int]) -> 
 def storage_of(layout: Layout) -> Layout:
     """Layouts that one tensor in memory can stand for have the same storage: `I` and `R` differ in gradients only."""
     return tuple(I if placement == R else placement for placement in layout)
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """What is left of a table when nodes have fewer strategies: the numbers of the rows and columns kept."""
+
+    table: Table
+    rows: Integers
+    columns: Integers
+
+
+def narrowed(graph: ChoiceGraph, wire: Wire, table: Table) -> Narrowing:
+    """The part of a table that a graph whose nodes have fewer strategies needs."""
+    layouts = yielded(graph, wire)
+    sources = tuple(dict.fromkeys(layouts))
+    targets = tuple(dict.fromkeys(layout for use in wire.uses for layout in wanted(graph, use)))
+    row_of = {layout: place for place, layout in enumerate(table.sources)}
+    column_of_ = {layout: place for place, layout in enumerate(table.targets)}
+    rows = np.array([row_of[layout] for layout in sources], dtype=np.int64)
+    columns = np.array([column_of_[layout] for layout in targets], dtype=np.int64)
+    number = {layout: place for place, layout in enumerate(sources)}
+    made = np.array([number[layout] for layout in layouts], dtype=np.int64)
+    take = np.ix_(rows, columns)
+    parts = (table.forward_s, table.backward_s, table.once_s, table.transient_bytes)
+    return Narrowing(Table(sources, targets, *(part[take] for part in parts), table.once_class[take], made), rows, columns)
