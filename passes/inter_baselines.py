@@ -46,9 +46,15 @@ def textbooks(sites: Sites, segments: int) -> Iterator[Textbook]:
 
 
 def price_baselines(search: Search, books: Iterator[Textbook]) -> tuple[PricedBaseline, ...]:
-    """Each textbook configuration with its best microbatch count, cuts and remat; unlimited memory where none fits."""
+    """Each textbook configuration with its best microbatch count, cuts and remat; unlimited memory where none fits.
+
+    Those that the search has no time left for have no price.
+    """
     found = []
     for book in books:
+        if search.is_late():
+            found.append(PricedBaseline(Baseline(book.name, None, None, False), None))
+            continue
         candidate = search.best(book.wanted)
         shown = candidate or search.best(without_memory(book.wanted))
         peak = max(search.peak_bytes(shown), default=None) if shown else None

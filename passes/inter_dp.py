@@ -17,17 +17,28 @@ The search goes from the last stage to the first: stage number k from the end ho
 and M under GPipe, so memory is decided when a stage is added; and `exposed` needs no sum over earlier stages:
 exposed(s.. end) = max(tail_s, exposed(s+1.. end) - b_s - c_s). Per (first segment, first device, size of the first
 stage, stages so far) it keeps the Pareto set of (sum, slowest, exposed, bytes arriving at the first stage): all that
-the rest of the pipeline can see. This is exact, without a loop over bounds of the slowest stage. A label is dropped
-only when a proved lower bound of every completion exceeds the best time known: the segments before it need at least
-`work_s` device-seconds of a microbatch on the devices that are left.
+the rest of the pipeline can see. This is exact, without a loop over bounds of the slowest stage.
+
+A label is dropped only when a proved lower bound of every completion exceeds the best time known. With T_n(h, i) the
+fastest way to run segments [h, i) on n devices that fits with the microbatches held there, the segments [0, i) before
+it, on the d devices before it, take at least
+
+    slowest(i, d) = min over h, n of max(slowest(h, d - n), T_n(h, i))
+    sum(i, d)     = min over h, n of sum(h, d - n) + T_n(h, i)
+
+each found by a small program of its own (min-max and min-plus products, on arrays).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoshard.schedule import in_flight
 
+Floats = NDArray[np.float64]
 TransferPrice = Callable[[int, int, int, int, float], float]
 
 
@@ -78,7 +89,8 @@ class StageProblem:
     transfer_s(left first, left size, right first, right size, bytes): seconds until each device of the right stage has
         its bytes of one microbatch; it grows with the bytes.
     cuts: segment numbers that must begin a stage.
-    work_s: for i in 0..segments, a lower bound of the device-seconds that segments [0, i) take for one microbatch.
+    fastest_s(size, in_flight): at [start, stop], no more than forward_s + backward_s of any option of that stage, of
+        any first device; infinity where there is none.
     """
 
     segments: int
@@ -89,7 +101,7 @@ class StageProblem:
     places: Callable[[int, int], Sequence[int]]
     options: Callable[[int, int, int, int, int], Sequence[Option]]
     transfer_s: TransferPrice
-    work_s: Sequence[float]
+    fastest_s: Callable[[int, int], Floats]
     stages: int | None = None
     cuts: frozenset[int] = frozenset()
 
@@ -123,16 +135,21 @@ def best_pipeline(problem: StageProblem, upper_bound_s: float = float("inf")) ->
     best: _Label | None = None
     best_s = upper_bound_s
     most = min(problem.segments, problem.devices, problem.stages or problem.segments)
+    floors: dict[int, Floors] = {}
     frontier: dict[_State, list[_Label]] = {(problem.segments, problem.devices, 0): [_EMPTY]}
     for count in range(1, most + 1):
+        held_before = in_flight(problem.schedule, count + 1, problem.microbatches, 0)
+        if held_before not in floors:
+            floors[held_before] = floors_of(problem, held_before)
+        before = floors[held_before]
         grown: dict[_State, list[_Label]] = {}
         for state in sorted(frontier, reverse=True):
             labels = frontier[state]
-            for stage in _first_stages(problem, state, count, labels, best_s):
+            for stage in _first_stages(problem, state, count, labels, before, best_s):
                 for label in labels:
                     new = _extended(label, stage, problem.microbatches, problem.schedule, problem.transfer_s)
                     if stage.start > 0:
-                        if _floor_s(problem, new, stage) < best_s:
+                        if _floor_s(problem, new, stage, before) < best_s:
                             grown.setdefault((stage.start, stage.first_device, stage.size), []).append(new)
                     elif _time_s(new, problem.microbatches) < best_s:
                         best, best_s = new, _time_s(new, problem.microbatches)
@@ -140,32 +157,68 @@ def best_pipeline(problem: StageProblem, upper_bound_s: float = float("inf")) ->
     return None if best is None else Pipeline(tuple(_stages(best)), best_s)
 
 
+@dataclass(frozen=True)
+class Floors:
+    """Lower bounds, at [i, d], of running segments [0, i) on d devices: the sum of stages' times, and the slowest."""
+
+    sum_s: Floats
+    slow_s: Floats
+
+    def completed_s(
+        self, start: int, devices: int, sum_s: float, slow_s: float, exposed_s: float, rounds: int
+    ) -> float:
+        """Lower bound of a step whose stages from segment `start` on have these numbers; `rounds` is M - 1.
+
+        What backward passes of the stages before hide of `exposed_s` they add to the sum.
+        """
+        before_s = float(self.sum_s[start, devices])
+        slowest_s = max(slow_s, float(self.slow_s[start, devices])) if rounds else 0.0
+        return sum_s + max(before_s, exposed_s) + rounds * slowest_s
+
+
+def floors_of(problem: StageProblem, holding: int) -> Floors:
+    """The floors of stages that hold at least `holding` microbatches."""
+    shape = (problem.segments + 1, problem.devices + 1)
+    sums, slow = np.full(shape, np.inf), np.full(shape, np.inf)
+    sums[0], slow[0] = 0.0, 0.0
+    fastest = {size: problem.fastest_s(size, holding) for size in problem.sizes}
+    for devices in range(1, problem.devices + 1):
+        for size, stage_s in fastest.items():
+            if size <= devices:
+                earlier = devices - size
+                summed = (sums[:, earlier, None] + stage_s).min(axis=0)
+                slowest = np.maximum(slow[:, earlier, None], stage_s).min(axis=0)
+                sums[:, devices] = np.minimum(sums[:, devices], summed)
+                slow[:, devices] = np.minimum(slow[:, devices], slowest)
+    return Floors(sums, slow)
+
+
+def lower_bound_s(problem: StageProblem) -> float:
+    """No pipeline takes less; infinity where memory leaves none."""
+    floors = floors_of(problem, in_flight(problem.schedule, 1, problem.microbatches, 0))
+    return floors.completed_s(problem.segments, problem.devices, 0.0, 0.0, 0.0, problem.microbatches - 1)
+
+
 def _first_stages(
-    problem: StageProblem, state: _State, count: int, labels: list[_Label], best_s: float
+    problem: StageProblem, state: _State, count: int, labels: list[_Label], before: Floors, best_s: float
 ) -> Iterator[PlacedStage]:
     """Every stage that may stand before the suffixes `labels` at `state`, as stage number `count` from the end.
 
     Left out are those after which even the best numbers of all labels together cannot lead below `best_s`.
     """
     stop, end, _ = state
-    holding = in_flight(problem.schedule, count, problem.microbatches, 0)
+    holding, rounds = in_flight(problem.schedule, count, problem.microbatches, 0), problem.microbatches - 1
     sum_s = min(label.sum_s for label in labels)
     slow_s = min(label.slow_forward_s + label.slow_backward_s for label in labels)
     for size in problem.sizes:
+        times = problem.fastest_s(size, holding)[:, stop].tolist()
         for first_device in problem.places(end, size):
             for start in _starts(problem, stop, count):
-                stage_s = (problem.work_s[stop] - problem.work_s[start]) / size
-                if sum_s + stage_s + (problem.microbatches - 1) * max(slow_s, stage_s) >= best_s:
-                    break
-                if start > 0:
-                    if first_device == 0:
-                        continue
-                    rest_s = problem.work_s[start] / first_device
-                    slowest_s = max(slow_s, stage_s, rest_s)
-                    if sum_s + stage_s + rest_s + (problem.microbatches - 1) * slowest_s >= best_s:
-                        continue
-                for option in problem.options(start, stop, size, first_device, holding):
-                    yield PlacedStage(start, stop, first_device, size, option)
+                stage_s = times[start]
+                slowest_s = max(slow_s, stage_s)
+                if before.completed_s(start, first_device, sum_s + stage_s, slowest_s, 0.0, rounds) < best_s:
+                    for option in problem.options(start, stop, size, first_device, holding):
+                        yield PlacedStage(start, stop, first_device, size, option)
 
 
 def _starts(problem: StageProblem, stop: int, count: int) -> Iterator[int]:
@@ -207,17 +260,12 @@ def _time_s(label: _Label, microbatches: int) -> float:
     return label.sum_s + (microbatches - 1) * (label.slow_forward_s + label.slow_backward_s) + label.exposed_s
 
 
-def _floor_s(problem: StageProblem, label: _Label, stage: PlacedStage) -> float:
-    """Lower bound of every completion of `label`, whose first stage is `stage`.
-
-    The segments before it, spread without loss over the devices before it, take `rest_s` a microbatch; what their
-    backward passes hide of `exposed_s` they add to the sum.
-    """
-    if stage.first_device == 0:
-        return float("inf")
-    rest_s = problem.work_s[stage.start] / stage.first_device
-    slow_s = max(label.slow_forward_s + label.slow_backward_s, rest_s if problem.microbatches > 1 else 0.0)
-    return label.sum_s + max(rest_s, label.exposed_s) + (problem.microbatches - 1) * slow_s
+def _floor_s(problem: StageProblem, label: _Label, stage: PlacedStage, before: Floors) -> float:
+    """Lower bound of every completion of `label`, whose first stage is `stage`."""
+    slow_s = label.slow_forward_s + label.slow_backward_s
+    return before.completed_s(
+        stage.start, stage.first_device, label.sum_s, slow_s, label.exposed_s, problem.microbatches - 1
+    )
 
 
 def _pareto(labels: list[_Label]) -> list[_Label]:

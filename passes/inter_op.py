@@ -18,6 +18,7 @@ more from being solved over all axes at once than the chosen one did.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from autoshard.cluster import Cluster
 from autoshard.cost.prices import Prices
@@ -49,6 +50,8 @@ from autoshard.schedule import in_flight
 REFINED = 3
 """Candidates that are solved over all axes at once."""
 
+SEARCH_SHARE = 0.7
+
 SOLVE_LIMIT_S = 60.0
 """Seconds that one integer program may take where the user sets no limit."""
 
@@ -65,7 +68,8 @@ class InterOp:
     def __call__(self, program: Program, chain: Chain) -> Plan:
         """The plan. Raises BadInput for options that cannot be, InfeasiblePlan where nothing fits."""
         started = time.monotonic()
-        setting = self._setting(program, chain)
+        # The larger part of a limit is for the search, the rest for solving what it finds.
+        setting = self._setting(program, chain, started + SEARCH_SHARE * (self.options.time_limit_s or float("inf")))
         baselines = self._baselines(setting)
         best = self._best(setting, self._candidates(setting, baselines))
         used = {device for stage in best.stages for device in stage.plan.mesh.devices}
@@ -75,7 +79,9 @@ class InterOp:
             schedule=best.schedule,
             predicted=best.predicted,
             baselines=tuple(priced.baseline for priced in baselines),
-            solver=Solver(max(stage.gap for stage in best.stages), time.monotonic() - started, _status(best.stages)),
+            solver=Solver(
+                max(stage.gap for stage in best.stages), time.monotonic() - started, _status(best.stages, setting)
+            ),
             optimizer=self.options.optimizer,
             idle_devices=tuple(device for device in range(self.cluster.size) if device not in used),
             fingerprints=fingerprints(program, self.cluster),
@@ -87,7 +93,7 @@ class InterOp:
 
     # ---------------------------------------------------------------- what is to be searched
 
-    def _setting(self, program: Program, chain: Chain) -> Setting:
+    def _setting(self, program: Program, chain: Chain, deadline: float) -> Setting:
         options, batch = self.options, batch_size(program)
         notes: list[str] = []
         check_pinned_axes(options)
@@ -110,7 +116,9 @@ class InterOp:
             dp = dict(options.mesh or ()).get(DATA_AXIS, 1)
             counts = tuple(count for count in range(1, batch + 1) if batch % (count * dp) == 0)
         cuts = cut_segments(options, beginnings(program, chain))
-        return Setting(program, chain, Sites(cluster, options.mesh), samples, batch, counts, cuts, tuple(notes))
+        return Setting(
+            program, chain, Sites(cluster, options.mesh), samples, batch, counts, cuts, tuple(notes), deadline
+        )
 
     def _search(self, setting: Setting, options: PlanOptions, variants: tuple[Variant, ...]) -> tuple[Search, Pricer]:
         sites = replace(setting.sites, mesh=options.mesh)
@@ -128,11 +136,10 @@ class InterOp:
         )
         prices = Prices(sites.cluster, Mesh((), (), (0,)), options.optimizer)
 
+        @cache
         def transfer_s(left: int, left_size: int, right: int, right_size: int, size: float) -> float:
-            source = Mesh(("all",), (left_size,), tuple(range(left, left + left_size)))
-            return prices.transfer_s(
-                size, source, Mesh(("all",), (right_size,), tuple(range(right, right + right_size)))
-            )
+            source, target = mesh_of((("all", left_size),), left), mesh_of((("all", right_size),), right)
+            return prices.transfer_s(size, source, target)
 
         def memory_bytes(first: int, size: int) -> int:
             return min(sites.cluster.memory_bytes(rank) for rank in range(first, first + size))
@@ -147,6 +154,7 @@ class InterOp:
             memory_bytes=memory_bytes,
             transfer_s=transfer_s,
             cuts=setting.cuts,
+            is_late=setting.is_late,
         ), pricer
 
     # ---------------------------------------------------------------- the search
@@ -160,7 +168,7 @@ class InterOp:
 
     def _candidates(self, setting: Setting, baselines: Sequence[PricedBaseline]) -> list[Candidate]:
         """Pipelines to solve for good, best first: the search's, and where nothing is fixed the best baselines."""
-        search, _ = self._main_search(setting)
+        search, pricer = self._main_search(setting)
         known: list[Candidate] = []
         if self._is_free:
             fitting = [priced.candidate for priced in baselines if priced.candidate is not None]
@@ -169,7 +177,7 @@ class InterOp:
         candidates = [candidate for candidate in (found, *known) if candidate is not None]
         different = {_kind(candidate): candidate for candidate in reversed(candidates)}
         return sorted(different.values(), key=lambda candidate: candidate.step_time_s)[:REFINED] or [
-            self._leanest(search)
+            self._leanest(search, pricer)
         ]
 
     def _main_search(self, setting: Setting) -> tuple[Search, Pricer]:
@@ -180,7 +188,7 @@ class InterOp:
         options = self.options
         return (options.mesh, options.stages, options.cut_before, dict(options.pins)) == (None, None, (), {})
 
-    def _leanest(self, search: Search) -> Candidate:
+    def _leanest(self, search: Search, pricer: Pricer) -> Candidate:
         """Where no way of the search fits: the one that needs the least, for the integer program to try or explain."""
         last = replace(search, microbatches=search.microbatches[-1:])
         found = [
@@ -193,6 +201,8 @@ class InterOp:
             key=lambda candidate: max(search.peak_bytes(candidate)),
             default=None,
         )
+        if leanest is None and pricer.refusals:
+            raise pricer.refusals[0]
         if leanest is None:
             raise InfeasiblePlan(
                 "no mesh shape, number of stages and microbatches satisfies everything that is fixed",
@@ -207,6 +217,8 @@ class InterOp:
         solved: list[Solved] = []
         refusal: InfeasiblePlan | None = None
         for candidate in candidates:
+            if solved and setting.is_late():
+                break
             try:
                 solved.append(self._solved(setting, candidate))
             except InfeasiblePlan as error:
@@ -301,6 +313,8 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
     return candidate.microbatches, stages
 
 
-def _status(stages: Sequence[SolvedStage]) -> str:
+def _status(stages: Sequence[SolvedStage], setting: Setting) -> str:
     """The worst of the stages' statuses."""
+    if setting.is_late():
+        return "time limit"
     return next((stage.status for stage in stages if stage.status != "optimal"), "optimal")

@@ -22,8 +22,8 @@ from autoshard.program import Program, Value, operand_values, result_types
 from autoshard.rules import AxisStrategy
 
 DATA_AXIS = "dp"
-FREE_VARIANTS = (Variant(), Variant(used=True), Variant(factor=0.3), Variant(factor=1.0))
-USED_VARIANTS = (Variant(used=True), Variant(used=True, factor=0.3), Variant(used=True, factor=1.0))
+FREE_VARIANTS = (Variant(), Variant(used=True))
+USED_VARIANTS = (Variant(used=True), Variant(used=True, factor=1.0))
 Solve = Callable[[ChainProblem], ChainSolution]
 
 
@@ -67,7 +67,7 @@ class Pricer:
 
     samples: where samples lie in every value, None where operators couple them: then the batch is one microbatch and
     every mesh is solved whole. pins: what the user fixed. solve: `solve_chain`. variants: which layouts on the inner
-    axes to price. solutions: what `solve` has answered so far.
+    axes to price. solutions: what `solve` has answered so far; refusals: problems that pins leave no answer.
     """
 
     program: Program
@@ -79,14 +79,19 @@ class Pricer:
     batch: int
     solve: Solve
     variants: tuple[Variant, ...] = FREE_VARIANTS
+    refusals: list[InfeasiblePlan] = field(default_factory=list, repr=False, compare=False)
     solutions: dict[tuple[object, ...], ChainSolution | None] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
+    @cached_property
     def is_separable(self) -> bool:
-        """Whether dp may be priced apart from the inner axes."""
+        """Whether dp may be priced apart from the inner axes: pins there are of parameters, to dims that it divides."""
         parameters = {name for p in self.program.parameters.values() for name in (p.name, *p.aliases)}
         on_dp = [pin for pin in self.pins if pin.axis == DATA_AXIS]
-        return self.samples is not None and all(_matches_only(pin, parameters) for pin in on_dp)
+        if self.samples is None or not all(_matches_only(pin, parameters) for pin in on_dp):
+            return False
+        ranks = dict(self.options.mesh or ()).get(DATA_AXIS, 1)
+        cuts = ((self.program.parameters[node].type.shape, dim) for node, dim in self._pinned_on_dp.items())
+        return all(dim is None or (dim < len(shape) and shape[dim] % ranks == 0) for shape, dim in cuts)
 
     def ways(self, site: Site, first_device: int, microbatches: int) -> tuple[Way, ...]:
         """The ways of all mesh shapes at a site; of those whose dp does not divide a microbatch there are none."""
@@ -115,7 +120,8 @@ class Pricer:
         if key not in self.solutions:
             try:
                 self.solutions[key] = self.solve(asked)
-            except InfeasiblePlan:
+            except InfeasiblePlan as error:
+                self.refusals.append(error)
                 self.solutions[key] = None
         return self.solutions[key]
 

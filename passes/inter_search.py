@@ -2,9 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-from autoshard.passes.inter_dp import Option, Pipeline, PlacedStage, StageProblem, TransferPrice, best_pipeline
+import numpy as np
+
+from autoshard.passes.inter_dp import (
+    Floats,
+    Option,
+    Pipeline,
+    PlacedStage,
+    StageProblem,
+    TransferPrice,
+    best_pipeline,
+    lower_bound_s,
+)
 from autoshard.passes.inter_options import MeshShape
 from autoshard.passes.inter_sites import Site, Sites
 from autoshard.passes.inter_ways import Ranges, Totals, Variant, Way
@@ -64,7 +74,8 @@ class Search:
     """All that the search reads.
 
     segments: count. microbatches: counts to try. schedules: names to try. ways: prices (see `WaySource`).
-    memory_bytes(first, size): what each device of a stage has. cuts: segments that must begin a stage.
+    memory_bytes(first, size): what each device of a stage has. cuts: segments that must begin a stage. is_late: whether
+    to stop as soon as there is an answer.
     """
 
     sites: Sites
@@ -75,19 +86,32 @@ class Search:
     memory_bytes: Callable[[int, int], int]
     transfer_s: TransferPrice
     cuts: frozenset[int] = frozenset()
-    batch: int = 1
+    is_late: Callable[[], bool] = lambda: False
     _tables: dict[int, "Table"] = field(default_factory=dict, repr=False, compare=False)
 
     def best(self, wanted: Wanted, upper_bound_s: float = float("inf")) -> Candidate | None:
         """The fastest pipeline that is as wanted, fits in memory, and takes less than the bound."""
         best: Candidate | None = None
-        for microbatches in self.microbatches:
-            for schedule in self.schedules:
-                bound_s = best.step_time_s if best else upper_bound_s
-                pipeline = self._best_of(wanted, microbatches, schedule, bound_s)
-                if pipeline is not None:
-                    best = Candidate(pipeline, microbatches, schedule)
+        floors = [
+            (self._floor_s(wanted, microbatches, schedule), number, microbatches, schedule)
+            for number, microbatches in enumerate(self.microbatches)
+            for schedule in self.schedules
+        ]
+        # Most promising first, so that most others end at their floors; ties as given.
+        for floor_s, _, microbatches, schedule in sorted(floors, key=lambda floor: floor[:2]):
+            bound_s = best.step_time_s if best else upper_bound_s
+            if floor_s >= bound_s or (best is not None and self.is_late()):
+                continue
+            pipeline = self._best_of(wanted, microbatches, schedule, bound_s)
+            if pipeline is not None:
+                best = Candidate(pipeline, microbatches, schedule)
         return best
+
+    def _floor_s(self, wanted: Wanted, microbatches: int, schedule: str) -> float:
+        """No pipeline with this many microbatches is faster; infinity once the time for searching is over."""
+        if self.is_late() and microbatches not in self._tables:
+            return float("inf")
+        return lower_bound_s(self._problem(self._table(microbatches), wanted, schedule, None))
 
     def peak_bytes(self, candidate: Candidate) -> tuple[int, ...]:
         """Bytes at the peak of each stage, on its fullest device."""
@@ -140,7 +164,7 @@ class Search:
             places=self.sites.places,
             options=options,
             transfer_s=self.transfer_s,
-            work_s=table.work_s,
+            fastest_s=lambda size, holding: table.fastest_s(wanted, size, holding),
             stages=wanted.stages,
             cuts=self.cuts,
         )
@@ -164,6 +188,7 @@ class Table:
     search: Search
     microbatches: int
     _ranges: dict[Site, tuple[Ranges, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _fastest: dict[tuple[Wanted, int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
 
     def ranges(self, first: int, size: int) -> tuple[Ranges, ...]:
         """The ways of stages at a site; none where the shape's dp does not divide a microbatch."""
@@ -172,21 +197,20 @@ class Table:
             self._ranges[site] = tuple(Ranges(way) for way in self.search.ways(site, first, self.microbatches))
         return self._ranges[site]
 
-    @cached_property
-    def work_s(self) -> tuple[float, ...]:
-        """Device-seconds that segments [0, i) take for one microbatch in the way that needs the fewest of each."""
-        sites = self.search.sites
-        everything = [
-            (size, ranges.way)
-            for size in sites.sizes
-            for first in sites.places(sites.cluster.size, size)
-            for ranges in self.ranges(first, size)
-        ]
-        total, found = 0.0, [0.0]
-        for number in range(self.search.segments):
-            total += min((size * way.segments[number].time_s for size, way in everything), default=0.0)
-            found.append(total)
-        return tuple(found)
+    def fastest_s(self, wanted: Wanted, size: int, holding: int) -> Floats:
+        """At [start, stop], the least time of the ways of a stage of `size` devices that fit, wherever it stands."""
+        key = (replace(wanted, stages=None), size, holding)
+        if key not in self._fastest:
+            sites, count = self.search.sites, self.search.segments + 1
+            found = np.full((count, count), np.inf)
+            for first in sites.places(sites.cluster.size, size):
+                limit = np.inf if wanted.ignore_memory else self.search.memory_bytes(first, size)
+                for ranges in self.ranges(first, size):
+                    if wanted.admits(ranges.way):
+                        fits = ranges.peaks_bytes(holding) <= limit
+                        found = np.where(fits, np.minimum(found, ranges.times_s), found)
+            self._fastest[key] = found
+        return self._fastest[key]
 
     def kinds(self, wanted: Wanted) -> tuple[Kind, ...]:
         """The different kinds of all ways wanted, in a fixed order."""

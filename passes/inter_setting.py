@@ -1,6 +1,7 @@
 """Facts about a program and its chain that the inter-operator pass reads."""
 
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +27,8 @@ class Setting:
     """The program to plan.
 
     samples: where samples lie in every value, None where operators couple them. counts: microbatch counts to try.
-    cuts: segments that must begin a stage. solutions: of the integer program on inner axes, shared by all searches.
+    cuts: segments that must begin a stage. deadline: on time.monotonic's clock, when the search ends with what it
+    has. solutions: of the integer program on inner axes, shared by all searches.
     """
 
     program: Program
@@ -37,7 +39,12 @@ class Setting:
     counts: tuple[int, ...]
     cuts: frozenset[int]
     notes: tuple[str, ...]
+    deadline: float
     solutions: dict[tuple[object, ...], ChainSolution | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def is_late(self) -> bool:
+        """Whether the time for searching is over."""
+        return time.monotonic() >= self.deadline
 
     def entering(self, start: int, stop: int) -> tuple[Value, ...]:
         """Values that segments [start, stop) read and earlier segments make."""

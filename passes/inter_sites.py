@@ -1,7 +1,7 @@
 """Where a stage can stand in a cluster, and the mesh shapes it can have there.
 
 Devices are numbered node by node. A stage takes consecutive devices: a divisor of a node's count inside one node, or
-whole nodes of one device type. Costs depend on where a stage stands only through its *site*: the node and device type
+whole nodes (of several device types the slowest counts). Costs depend on where a stage stands only through its *site*: the node and device type
 of each of its devices, counted from its first. Stages of equal sites are priced once.
 """
 
@@ -46,7 +46,6 @@ class Sites:
             sum(len(node) for node in self.nodes[first:end])
             for first in range(len(self.nodes))
             for end in range(first + 1, len(self.nodes) + 1)
-            if self._one_type(self.nodes[first].start, self.nodes[end - 1].stop)
         }
         return tuple(sorted(inside | whole))
 
@@ -108,14 +107,11 @@ class Sites:
                 for first in range(node.start, node.stop - size + 1)
                 if len(node) % size == 0 or self.mesh is not None
             }
-            whole = {first for first in starts if first + size in stops and self._one_type(first, first + size)}
+            whole = {first for first in starts if first + size in stops}
             # A mesh of the user's own that fits in no node and on no whole nodes lies across them.
             across = set(range(0, self.cluster.size - size + 1, size))
             found[size] = tuple(sorted(inside | whole or across))
         return found
-
-    def _one_type(self, first: int, stop: int) -> bool:
-        return len(set(self.cluster.devices[first:stop])) == 1
 
 
 def settled(stages: Sequence[tuple[int, int]], sites: Sites) -> tuple[int, ...]:

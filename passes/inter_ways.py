@@ -15,9 +15,15 @@ bound that the program over all axes at once, solved for the stages chosen, can 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoshard.passes.inter_options import MeshShape
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -219,6 +225,31 @@ class Ranges:
         self._held = prefix(numbers.held_bytes for numbers in way.segments)
         self._saved = prefix(numbers.saved_bytes for numbers in way.segments)
         self._working = [numbers.working_bytes for numbers in way.segments]
+
+    @cached_property
+    def times_s(self) -> Floats:
+        """Forward and backward at [start, stop]; infinity where stop <= start."""
+        time_s = np.array(self._forward) + np.array(self._backward)
+        return np.where(self._is_run, time_s[None, :] - time_s[:, None], np.inf)
+
+    def peaks_bytes(self, in_flight: int) -> Floats:
+        """A lower bound of `peak_bytes` at [start, stop]: without what shared parameters add."""
+        kept = np.array(self._held) + in_flight * np.array(self._saved)
+        return np.where(self._is_run, kept[None, :] - kept[:, None] + self._most_working, np.inf)
+
+    @cached_property
+    def _is_run(self) -> NDArray[np.bool_]:
+        numbers = np.arange(len(self._held))
+        return numbers[:, None] < numbers[None, :]
+
+    @cached_property
+    def _most_working(self) -> Floats:
+        """The largest of segments start .. stop - 1 at [start, stop]."""
+        count = len(self._working)
+        most = np.zeros((count + 1, count + 1))
+        for start in range(count):
+            most[start, start + 1 :] = np.maximum.accumulate(self._working[start:])
+        return most
 
     def totals(self, start: int, stop: int) -> Totals:
         """Segments [start, stop) as one stage."""

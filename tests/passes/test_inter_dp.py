@@ -2,11 +2,13 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from autoshard.passes.inter_dp import (
+    Floats,
     Option,
     PlacedStage,
     StageProblem,
@@ -14,6 +16,8 @@ from autoshard.passes.inter_dp import (
     step_time_s,
 )
 from autoshard.schedule import in_flight
+
+Options = Callable[[int, int, int, int, int], tuple[Option, ...]]
 
 
 def random_problem(seed: int, **fixed: object) -> StageProblem:
@@ -57,9 +61,23 @@ def random_problem(seed: int, **fixed: object) -> StageProblem:
         transfer_s=lambda left, left_size, right, right_size, size: (
             latency_s * right + max(size, size * right_size / left_size) / bandwidth
         ),
-        work_s=[sum(work[:i]) for i in range(segments + 1)],
+        fastest_s=fastest_of(options, segments, devices),
         **fixed,  # type: ignore[arg-type]
     )
+
+
+def fastest_of(options: Options, segments: int, devices: int) -> Callable[[int, int], Floats]:
+    """The least time of a stage's options, over all first devices."""
+
+    def fastest_s(size: int, holding: int) -> Floats:
+        found = np.full((segments + 1, segments + 1), np.inf)
+        for start, stop in itertools.combinations(range(segments + 1), 2):
+            for first in range(devices - size + 1):
+                times = [option.forward_s + option.backward_s for option in options(start, stop, size, first, holding)]
+                found[start, stop] = min([found[start, stop], *times])
+        return found
+
+    return fastest_s
 
 
 def every_pipeline(problem: StageProblem) -> Iterator[tuple[PlacedStage, ...]]:
@@ -167,7 +185,7 @@ def test_memory_of_microbatches_in_flight_is_honoured() -> None:
         lambda end, size: (end - size,) if end >= size else (),
         options,
         lambda *_: 0.0,
-        (0.0, 3.0, 6.0),
+        fastest_of(options, 2, 2),
     )
     found = best_pipeline(problem)
     assert found is not None

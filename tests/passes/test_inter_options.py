@@ -79,10 +79,10 @@ def test_cuts_are_found_by_module_path() -> None:
         ("2x3@A100-80GB", (1, 3, 6)),
         ("1x6@cpu", (1, 2, 3, 6)),
         ("4x1@cpu", (1, 2, 3, 4)),
-        ("1x4@H100-80GB+1x4@A100-80GB", (1, 2, 4)),
+        ("1x4@H100-80GB+1x4@A100-80GB", (1, 2, 4, 8)),
     ],
 )
-def test_submeshes_are_divisors_of_a_node_or_whole_nodes_of_one_type(text: str, sizes: tuple[int, ...]) -> None:
+def test_submeshes_are_divisors_of_a_node_or_whole_nodes(text: str, sizes: tuple[int, ...]) -> None:
     assert Sites(parse_cluster(text)).sizes == sizes
 
 
