@@ -34,12 +34,12 @@ def mesh_of(shape: MeshShape, first_device: int) -> Mesh:
     return Mesh(tuple(axis for axis, _ in shape), sizes, tuple(range(first_device, first_device + count)))
 
 
-def inner_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of one data-parallel rank: all axes but dp, at dp's first coordinate."""
+def inner_mesh(mesh: Mesh, coordinate: int = 0) -> Mesh:
+    """The mesh of one data-parallel rank: all axes but dp, at a coordinate of dp."""
     if DATA_AXIS not in mesh.axes:
         return mesh
     place = mesh.axes.index(DATA_AXIS)
-    devices = np.asarray(mesh.devices).reshape(mesh.sizes).take(0, axis=place).ravel()
+    devices = np.asarray(mesh.devices).reshape(mesh.sizes).take(coordinate, axis=place).ravel()
     axes, sizes = list(mesh.axes), list(mesh.sizes)
     del axes[place], sizes[place]
     return Mesh(tuple(axes), tuple(sizes), tuple(int(device) for device in devices))
@@ -140,10 +140,16 @@ class Pricer:
         return replace(asked, memory_price_s_per_byte=variant.factor * again_s / max(saved, 1))
 
     def inner_problem(self, mesh: Mesh, microbatches: int, segments: tuple[int, int]) -> ChainProblem:
-        """A run of segments on the inner axes of `mesh`: one data-parallel rank's part."""
-        inner, dp = inner_mesh(mesh), dict(zip(mesh.axes, mesh.sizes, strict=True)).get(DATA_AXIS, 1)
+        """A run of segments on the inner axes of `mesh`: the part of the slowest data-parallel rank."""
+        dp = dict(zip(mesh.axes, mesh.sizes, strict=True)).get(DATA_AXIS, 1)
+        inner = min((inner_mesh(mesh, rank) for rank in range(dp)), key=self._speed)
         pins = tuple(pin for pin in self.pins if pin.axis != DATA_AXIS)
         return replace(self.problem(inner, microbatches * dp, segments), pins=pins)
+
+    def _speed(self, mesh: Mesh) -> float:
+        """Operations a second of the slowest device."""
+        devices = (self.sites.cluster.group(rank).device for rank in mesh.devices)
+        return min(device.flops("bfloat16") * device.matmul_efficiency for device in devices)
 
     def problem(self, mesh: Mesh, microbatches: int, segments: tuple[int, int]) -> ChainProblem:
         """A run of segments on a mesh, under the user's pins and without a memory limit."""

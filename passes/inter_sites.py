@@ -1,8 +1,8 @@
 """Where a stage can stand in a cluster, and the mesh shapes it can have there.
 
 Devices are numbered node by node. A stage takes consecutive devices: a divisor of a node's count inside one node, or
-whole nodes (of several device types the slowest counts). Costs depend on where a stage stands only through its *site*: the node and device type
-of each of its devices, counted from its first. Stages of equal sites are priced once.
+whole nodes (of several device types the slowest counts). Costs depend on where a stage stands only through its *site*:
+the node and device type of each of its devices, counted from its first. Stages of equal sites are priced once.
 """
 
 import math

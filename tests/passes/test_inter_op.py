@@ -201,3 +201,11 @@ def test_observers_see_the_passes_in_order() -> None:
     assert seen == ["start program", "end Program", "start chain", "end Chain", "start plan", "end Plan"]
     assert plan.timing.keys() == {"trace_s", "segment_s", "plan_s"}
     assert plan.fingerprints.keys() == {"model", "workload", "cluster", "torch"}
+
+
+def test_the_slowest_devices_of_a_mixed_mesh_count(gpt: Traced) -> None:
+    fast = plan_of(gpt, parse_cluster("2x2@H100-80GB"), mesh="dp=4")
+    slow = plan_of(gpt, parse_cluster("2x2@V100-32GB"), mesh="dp=4")
+    mixed = plan_of(gpt, parse_cluster("1x2@H100-80GB+1x2@V100-32GB"), mesh="dp=4")
+    assert fast.predicted.breakdown["compute"] < mixed.predicted.breakdown["compute"]
+    assert mixed.predicted.breakdown["compute"] == pytest.approx(slow.predicted.breakdown["compute"], rel=1e-6)
