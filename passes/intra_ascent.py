@@ -1,13 +1,15 @@
 """Bounds without a linear program: message passing on the choice graph.
 
-Every use is an edge between the node that makes a value and the node that reads it, priced [q,p]; what several uses share
-is split evenly between them, bytes have a price. For any messages a[q], b[p] on the edges
+Every use is an edge between the node that makes a value and the node that reads it, priced [q,p]; what several uses
+share is split between them, bytes have a price. For any messages a[q], b[p] on the edges
 
-    sum over nodes of min_s (cost[s] + messages at the layouts of s)  +  sum over edges of min (price[q,p] - a[q] - b[p])
+    sum over nodes of min_s (cost[s] + messages at the layouts of s)
+  + sum over edges of min_qp (price[q,p] - a[q] - b[p])
 
-is no more than any choice costs. Sequential passes over the nodes (Kolmogorov's TRW-S, 2006) raise it, and the nodes'
-sums point at a good choice. A strategy or a pair whose term exceeds its minimum by more than (a known choice - bound) is
-in no better choice: leaving it out keeps the optimum.
+is no more than any choice costs. Passes over the nodes, as in Kolmogorov's TRW-S (2006), raise it; moving the shared
+prices between uses raises it further, mostly to the optimum; and the nodes' sums point at a good choice. A strategy or
+a pair whose term exceeds its minimum by more than (a known choice - bound) is in no better choice: leaving it out keeps
+the optimum.
 """
 
 from collections.abc import Sequence
@@ -90,7 +92,10 @@ class Ascent:
         for node in self.graph.nodes:
             held = [s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes for s in node.strategies]
             kept = [0 if self.remat[node.group] else s.kept_bytes for s in node.strategies]
-            found.append(node.count * (np.array(held, dtype=np.float64) + self.terms.in_flight * np.array(kept, dtype=np.float64)))
+            found.append(
+                node.count
+                * (np.array(held, dtype=np.float64) + self.terms.in_flight * np.array(kept, dtype=np.float64))
+            )
         for wire in self.graph.wires:
             for group, keepers in savers(self.graph, wire).items():
                 if self.remat[group]:
@@ -98,7 +103,9 @@ class Ascent:
                 copies = max(keeper.count for keeper in keepers) * self.terms.in_flight / len(keepers)
                 for keeper in keepers:
                     holder = wire.producer if keeper.use is None else wire.uses[keeper.use].node
-                    layouts = yielded(self.graph, wire) if keeper.use is None else wanted(self.graph, wire.uses[keeper.use])
+                    layouts = (
+                        yielded(self.graph, wire) if keeper.use is None else wanted(self.graph, wire.uses[keeper.use])
+                    )
                     sizes = [local_bytes(wire.type, layout, self.graph.axis_sizes) for layout in layouts]
                     found[holder] += copies * np.array(sizes, dtype=np.float64)
         for number, remat in enumerate(self.remat):
@@ -127,7 +134,18 @@ class Ascent:
                 messages = [np.zeros(len(table.sources)), np.zeros(len(columns))]
                 ends = (wire.producer, wire.uses[use].node)
                 found.append(
-                    _Edge(number, use, share, ends, price, (table.made, consumer), orders, (starts[0], starts[1]), messages, columns)
+                    _Edge(
+                        number,
+                        use,
+                        share,
+                        ends,
+                        price,
+                        (table.made, consumer),
+                        orders,
+                        (starts[0], starts[1]),
+                        messages,
+                        columns,
+                    )
                 )
         return found
 
@@ -179,7 +197,7 @@ class Ascent:
         return total
 
     def _pass(self, order: range) -> None:
-        """Each node in turn takes what its edges have over and hands its share to the edges ahead; the bound never falls."""
+        """Each node in turn takes what its edges have over and hands a share to those ahead; the bound never falls."""
         for number in order:
             touching = self.touching[number]
             if not touching:
@@ -231,4 +249,3 @@ class Ascent:
                 total += (edge.price[:, layout] if end == 0 else edge.price[layout])[edge.layout[end]]
             choice.append(int(total.argmin()))
         return tuple(choice)
-

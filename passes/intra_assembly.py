@@ -19,7 +19,17 @@ from autoshard.passes.intra_pins import Pinned
 from autoshard.passes.intra_split import SplitRule
 from autoshard.passes.intra_strategies import StrategyMaker, asked, held
 from autoshard.placement import I, Layout, Placement, S, local_shape
-from autoshard.program import Operator, Program, TensorType, Value, operand_values, operator_of, place, result_types, value_of
+from autoshard.program import (
+    Operator,
+    Program,
+    TensorType,
+    Value,
+    operand_values,
+    operator_of,
+    place,
+    result_types,
+    value_of,
+)
 from autoshard.rules import AxisStrategy, local_operator
 
 DATA_AXIS = "dp"
@@ -71,7 +81,7 @@ class Assembly:
     around: Surroundings
 
     def build(self) -> ChoiceGraph:
-        """Operators first, in order, each with the placeholders and received values it is first to use; then leavers."""
+        """Operators in order, each after the placeholders and received values it is first to use; then what leaves."""
         draft = _Draft()
         for group, run in enumerate(self.runs):
             draft.boundary.append({})
@@ -83,7 +93,9 @@ class Assembly:
         wires = self._wires(draft)
         number = {wire.value: place_ for place_, wire in enumerate(wires)}
         groups = tuple(
-            Group(run.first, run.count, self.segments[run.first].path, tuple((number[v], c) for v, c in entering.items()))
+            Group(
+                run.first, run.count, self.segments[run.first].path, tuple((number[v], c) for v, c in entering.items())
+            )
             for run, entering in zip(self.runs, draft.boundary, strict=True)
         )
         return ChoiceGraph(tuple(draft.nodes), wires, groups, self.maker.axis_sizes)
@@ -149,7 +161,9 @@ class Assembly:
         fx_node = self.fx_nodes[name]
         op = self._sample_operator(name, operator_of(fx_node))
         operands = operand_values(fx_node)
-        symbolic = [self.symbolic(value) for value in operands] + [self.symbolic(Value(name, i)) for i in range(len(op.results))]
+        symbolic = [self.symbolic(value) for value in operands] + [
+            self.symbolic(Value(name, i)) for i in range(len(op.results))
+        ]
         strategies = self._split_operator(name, op, operands, self.maker.operator(op, symbolic))
         strategies = self._pinned_operator(name, operands, strategies)
         saved = saved_values(op)
@@ -175,7 +189,9 @@ class Assembly:
         operands, results = [(p,) for p in strategy.operands], [(p,) for p in strategy.results]
         return local_operator(op, operands, results, (self.around.microbatches,))
 
-    def _place(self, draft: _Draft, group: int, run: Run, position: int, slot: int, value: Value) -> tuple[Value, int, str]:
+    def _place(
+        self, draft: _Draft, group: int, run: Run, position: int, slot: int, value: Value
+    ) -> tuple[Value, int, str]:
         """(wire, count, share) of one operand, its source made sure of."""
         seat = self._seat.get(value.node)
         if seat is not None and seat[0] == group:
@@ -224,11 +240,15 @@ class Assembly:
         program, axes = self.program, self.around.axes
         if value.node in program.parameters:
             parameter = program.parameters[value.node]
-            return "parameter", self._pinned_results(value.node, self.maker.parameter(parameter.type, parameter.trainable))
+            return "parameter", self._pinned_results(
+                value.node, self.maker.parameter(parameter.type, parameter.trainable)
+            )
         if value.node in program.inputs:
             given = program.inputs[value.node]
             dim = given.batch_dim
-            layout = tuple(S(dim) if axis == DATA_AXIS and dim is not None and ranks > 1 else I for axis, ranks in self._axes())
+            layout = tuple(
+                S(dim) if axis == DATA_AXIS and dim is not None and ranks > 1 else I for axis, ranks in self._axes()
+            )
             self._check_share(given.name, self.sample_type(value), layout)
             return "input", (held(layout),)
         if self._is_held(value.node):
@@ -255,8 +275,12 @@ class Assembly:
         layouts = self.maker.layouts(self.sample_type(value), self.symbolic(value))
         fixed: dict[int, Placement] = {}
         if dim is not None:
-            fixed = {number: S(dim) for number, (axis, ranks) in enumerate(self._axes()) if axis == DATA_AXIS and ranks > 1}
-        kept = tuple(layout for layout in layouts if all(layout[axis] == placement for axis, placement in fixed.items()))
+            fixed = {
+                number: S(dim) for number, (axis, ranks) in enumerate(self._axes()) if axis == DATA_AXIS and ranks > 1
+            }
+        kept = tuple(
+            layout for layout in layouts if all(layout[axis] == placement for axis, placement in fixed.items())
+        )
         return kept or layouts
 
     # ---------------------------------------------------------------- what leaves
@@ -300,23 +324,31 @@ class Assembly:
 
     def _pinned_results(self, name: str, strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         for axis, pin in self.around.pinned.of(name):
-            kept = tuple(s for s in strategies if s.results[0][axis] == pin.placement or self.maker.axis_sizes[axis] == 1)
+            kept = tuple(
+                s for s in strategies if s.results[0][axis] == pin.placement or self.maker.axis_sizes[axis] == 1
+            )
             if not kept:
                 seen = ", ".join(dict.fromkeys(str(s.results[0][axis]) for s in strategies))
                 raise InfeasiblePlan(
-                    f"pin {pin} leaves no way to run {name}", where=place(self.fx_nodes[name]), help=f"on {pin.axis} it can be {seen}"
+                    f"pin {pin} leaves no way to run {name}",
+                    where=place(self.fx_nodes[name]),
+                    help=f"on {pin.axis} it can be {seen}",
                 )
             strategies = kept
         return strategies
 
-    def _pinned_operator(self, name: str, operands: Sequence[Value], strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    def _pinned_operator(
+        self, name: str, operands: Sequence[Value], strategies: tuple[Strategy, ...]
+    ) -> tuple[Strategy, ...]:
         """Pins of an operator's result, and of the inputs it reads (a slice of which it must want)."""
         strategies = self._pinned_results(name, strategies)
         for slot, value in enumerate(operands):
             if value.node not in self.program.inputs:
                 continue
             for axis, pin in self.around.pinned.of(value.node):
-                kept = tuple(s for s in strategies if s.operands[slot][axis] == pin.placement or self.maker.axis_sizes[axis] == 1)
+                kept = tuple(
+                    s for s in strategies if s.operands[slot][axis] == pin.placement or self.maker.axis_sizes[axis] == 1
+                )
                 if not kept:
                     raise InfeasiblePlan(f"pin {pin} leaves no way to run {name}", where=place(self.fx_nodes[name]))
                 strategies = kept

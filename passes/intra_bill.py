@@ -56,7 +56,7 @@ class Bill:
 
     @property
     def recompute_s(self) -> Floats:
-        """Seconds that running a group's forward again adds to each microbatch; parameters are gathered again anyway."""
+        """Seconds that running a group's forward again adds to a microbatch; parameters are gathered again anyway."""
         return self.operators_forward_s + self.convert_forward_s
 
     def kept_bytes(self, remat: Sequence[bool]) -> Floats:
@@ -76,8 +76,13 @@ class Bill:
     def step_s(self, remat: Sequence[bool], microbatches: int) -> float:
         """Seconds of a step's microbatches one after the other, gradient sums and the optimizer."""
         each = (
-            self.operators_forward_s + self.operators_backward_s + self.convert_forward_s + self.convert_backward_s
-            + self.gather_forward_s + self.gather_backward_s + np.where(np.array(remat, dtype=bool), self.recompute_s, 0.0)
+            self.operators_forward_s
+            + self.operators_backward_s
+            + self.convert_forward_s
+            + self.convert_backward_s
+            + self.gather_forward_s
+            + self.gather_backward_s
+            + np.where(np.array(remat, dtype=bool), self.recompute_s, 0.0)
         )
         return float(microbatches * each.sum() + self.once_s.sum() + self.optimizer_s.sum())
 
@@ -103,7 +108,7 @@ def shares(wire: Wire) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Saver:
-    """Something that keeps a wire's tensor: its producer (use None) or one of its uses; `count` copies in group `group`."""
+    """What keeps a wire's tensor: its producer (use None) or one of its uses; `count` copies in group `group`."""
 
     group: int
     count: int
@@ -144,8 +149,8 @@ def bill(graph: ChoiceGraph, tables: Sequence[Table], choice: Sequence[int]) -> 
         asked = [wanted(graph, use)[choice[use.node]] for use in wire.uses]
         _add_conversions(zeros, graph, wire, table, made, asked)
         _add_saved(zeros, graph, wire, made, asked)
-    for number, group in enumerate(graph.groups):
-        for wire_number, copies in group.boundary:
+    for number, entered in enumerate(graph.groups):
+        for wire_number, copies in entered.boundary:
             wire = graph.wires[wire_number]
             layout = yielded(graph, wire)[choice[wire.producer]]
             zeros["boundary_bytes"][number] += copies * local_bytes(wire.type, layout, graph.axis_sizes)

@@ -76,11 +76,15 @@ class Folder:
             if pair is None or pair[0] != carried:
                 break
             count += 1
-        while count > 1 and not all(self._inner(number, first, first + count) for number in range(first, first + count)):
+        while count > 1 and not all(
+            self._inner(number, first, first + count) for number in range(first, first + count)
+        ):
             count -= 1
         if count == 1:
             return alone
-        made = {place: Value(self.segments[first].nodes[position], index) for place, (position, index) in carried.items()}
+        made = {
+            place: Value(self.segments[first].nodes[position], index) for place, (position, index) in carried.items()
+        }
         return Run(first, count, made, own)
 
     def _pair(self, number: int) -> tuple[dict[Place, Place], frozenset[str]] | None:
@@ -97,7 +101,12 @@ class Folder:
             if len(ours) != len(theirs):
                 return None
             for slot, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-                if x.node in places and y.node in next_places and places[x.node] == next_places[y.node] and x.index == y.index:
+                if (
+                    x.node in places
+                    and y.node in next_places
+                    and places[x.node] == next_places[y.node]
+                    and x.index == y.index
+                ):
                     continue
                 if x == y and x.node not in places:
                     continue

@@ -7,7 +7,7 @@ import numpy as np
 
 from autoshard.passes.intra_bill import Saver, Terms, savers
 from autoshard.passes.intra_graph import ChoiceGraph, Wire
-from autoshard.passes.intra_model import SCALE, Skeleton, Expression
+from autoshard.passes.intra_model import Expression, Skeleton
 from autoshard.passes.intra_rows import Rows
 from autoshard.passes.intra_tables import Floats, Integers, local_bytes, storage_of
 from autoshard.placement import Layout
@@ -17,8 +17,8 @@ from autoshard.placement import Layout
 class MemoryBuilder:
     """Adds bytes to a skeleton.
 
-    wants[t][u], yields[t]: layouts by strategy, as in `wanted` and `yielded`. remat[g]: whether group g keeps its inputs
-    only. unit_bytes: bytes of one unit in the rows.
+    wants[t][u], yields[t]: layouts by strategy, as in `wanted` and `yielded`. remat[g]: whether group g keeps its
+    inputs only. unit_bytes: bytes of one unit in the rows.
     """
 
     graph: ChoiceGraph
@@ -102,12 +102,15 @@ class MemoryBuilder:
     def _boundary(self, skeleton: Skeleton, group: int) -> list[Expression]:
         """Bytes that remat keeps of a group: the values that enter it."""
         return [
-            (skeleton.choice[self.graph.wires[number].producer], copies * self._bytes(self.graph.wires[number], self.yields[number]))
+            (
+                skeleton.choice[self.graph.wires[number].producer],
+                copies * self._bytes(self.graph.wires[number], self.yields[number]),
+            )
             for number, copies in self.graph.groups[group].boundary
         ]
 
     def _limit(self, skeleton: Skeleton, total: list[Expression]) -> None:
-        """"memory": held + in flight * kept + working <= limit; the price of a byte."""
+        """ "memory": held + in flight * kept + working <= limit; the price of a byte."""
         rows, limit = skeleton.rows, self.terms.limit_bytes
         if self.terms.price_s_per_byte:
             for columns, bytes_ in total:

@@ -79,7 +79,13 @@ class SkeletonBuilder:
         node, rows, sums = self.graph.nodes[number], skeleton.rows, skeleton.sums
         priced = np.array(
             [
-                (s.forward_s, s.backward_s, s.optimizer_s, s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes, s.transient_bytes)
+                (
+                    s.forward_s,
+                    s.backward_s,
+                    s.optimizer_s,
+                    s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes,
+                    s.transient_bytes,
+                )
                 for s in node.strategies
             ],
             dtype=np.float64,
@@ -103,7 +109,9 @@ class SkeletonBuilder:
             first = wire.uses[uses[0]]
             group = share_group(self.graph, wire, first)
             weight = 1.0 if wire.stored else self._forward_weight(group)
-            each = self.terms.microbatches * first.count * (weight * table.forward_s + table.backward_s) * skeleton.scale
+            each = (
+                self.terms.microbatches * first.count * (weight * table.forward_s + table.backward_s) * skeleton.scale
+            )
             once = first.count * table.once_s * skeleton.scale
             offered = self.offered.get((number, share), np.ones(each.shape, dtype=bool))
             flows = [self._flow(skeleton, number, use, wants[use], offered) for use in uses]
@@ -127,7 +135,7 @@ class SkeletonBuilder:
         exists = np.zeros(offered.shape, dtype=bool)
         exists[:, targets] = offered[:, targets]
         flow = np.full(offered.shape, -1, dtype=np.int64)
-        flow[exists] = rows.columns(_TIE * (table.forward_s + table.backward_s > 0)[exists])
+        flow[exists] = rows.columns(np.where(table.forward_s + table.backward_s > 0, _TIE, 0.0)[exists])
         q, p = exists.nonzero()
         made = rows.rows("producer", 0.0, 0.0, len(table.sources))
         rows.enter(made[q], flow[exists], 1.0)

@@ -6,41 +6,40 @@ Variables
     y[t,q,p]    t is converted from q to p, for all uses that share the conversion
     z[t,q,c]    the gradient of parameter t, stored as q, is summed once a step from partial sums c
     m[t,c]      value t is kept for backward in the memory that layouts c have in common
-    r[g]        group g (a segment, or equal segments folded into one) keeps its inputs only and runs forward again
-    k[g], f[g]  bytes that g keeps of one microbatch, seconds that running it again adds
     w, v        bytes at work beside everything kept: the largest transient, the largest segment that is run again
 
-Objective, in seconds of one step (M microbatches, count[n] equal blocks)
+Objective, in seconds of one step (M microbatches, count[n] equal blocks; forward counts twice where it is run again)
     sum x[n,s] count[n] (M (forward + backward)[n,s] + optimizer[n,s])
   + sum y[t,q,p] count M (forward + backward)[t,q,p]          e in place of y where a use is alone
-  + sum z[t,q,c] count once[t,q,c] + sum f[g]
+  + sum z[t,q,c] count once[t,q,c]
   + price of a byte * (left side of "memory")
   A parameter that is gathered (S -> R) is gathered in every microbatch, again in backward, and its gradient is
-  scattered: 2 forward + backward. One that is stored whole and used by different samples (I -> R) is summed once a step.
+  scattered: 2 forward + backward. One that is stored whole and used by different samples (I -> R) is summed once.
 
 Families of rows, and the functions that build them
-    "choice"         sum_s x[n,s] = 1                                              intra_model._choose
-    "producer"       sum_p e[t,u,q,p] = sum of x[producer(t),s] that yield q       intra_model._flow
-    "consumer"       sum_q e[t,u,q,p] = sum of x[u,s] that want p                  intra_model._flow
-    "shared"         y[t,q,p] >= e[t,u,q,p]                                        intra_model._shared
-    "summed"         z[t,q,c] >= sum_{p in c} e[t,u,q,p]                           intra_model._summed
-    "saved"          m[t,c] >= sum of x of one keeper of t whose layout is c       intra_memory._kept_once
-    "transient"      w >= bytes of one node or conversion at work                  intra_memory.build
-    "remat bytes"    k >= saved - most r, k >= entering - most (1 - r), v >= saved of one segment - most (1 - r)
-    "remat seconds"  f >= M (forward of operators and activations' conversions) - most (1 - r)
-                                                                                   intra_memory._undecided
-    "memory"         parameters + gradients + optimizer states + in flight * sum_g k[g] + w + v <= limit
-                                                                                   intra_memory._limit
-Only x and r are integers: for fixed x the rest is a transport problem, whose vertices are integral. Without the memory
-row the relaxation itself is almost always integral. The program is solved without bytes first; a choice that fits is
-the optimum, since bytes only forbid.
+    "choice"     sum_s x[n,s] = 1                                               intra_model._choose
+    "producer"   sum_p e[t,u,q,p] = sum of x[producer(t),s] that yield q        intra_model._flow
+    "consumer"   sum_q e[t,u,q,p] = sum of x[u,s] that want p                   intra_model._flow
+    "shared"     y[t,q,p] >= e[t,u,q,p]                                         intra_model._shared
+    "summed"     z[t,q,c] >= sum_{p in c} e[t,u,q,p]                            intra_model._summed
+    "saved"      m[t,c] >= sum of x of one keeper of t whose layout is c        intra_memory._kept_once
+    "transient"  w >= bytes of one node or conversion at work                   intra_memory.build
+    "again"      v >= bytes that one segment saves while it is run again        intra_memory.build
+    "memory"     parameters + gradients + optimizer states
+                 + in flight * (saved, or what enters a segment that is run again) + w + v <= limit
+                                                                                intra_memory._limit
+Only x is integer: for fixed x the rest is a transport problem, whose vertices are integral.
 
-Folding: equal segments are one group whose nodes count k times. What one block hands to the next is converted k times,
-what all read (masks, tables) once, and what enters the run is first brought to the layout in which the blocks hand it on.
-Every folded plan is a plan of the unfolded chain at the same price; equal blocks then have equal strategies.
+How it is solved (`intra_solve`). Whether a segment is run again (remat) is decided outside: each way is a program of
+its own. Message passing (`intra_ascent`) bounds each from below and finds choices; what provably cannot be part of a
+better choice gets no columns, and HiGHS solves the few thousand that are left. The optimum is kept; the gap that is
+reported is between the choice's bill and the bound. Without bytes first: a choice that fits is the optimum, since bytes
+only forbid.
 
-Nothing is merged before solving: a chain of operators with one operand each is a path of transports, which the
-solver's presolve contracts by itself.
+Folding (`intra_fold`): equal segments are one group whose nodes count k times. What one block hands to the next is
+converted k times, what all read (masks, tables) once, and what enters the run is first brought, once, to the layout in
+which the blocks hand it on. Every folded plan is a plan of the unfolded chain at the same price.
+Nothing is merged before solving: messages along a chain of operators do what merging would.
 """
 
 from collections.abc import Hashable, Mapping
@@ -48,7 +47,6 @@ from dataclasses import dataclass
 
 from autoshard.cluster import Cluster
 from autoshard.cost.prices import Prices
-from autoshard.errors import InfeasiblePlan
 from autoshard.passes.intra_assembly import Assembly, Surroundings
 from autoshard.passes.intra_bill import Terms
 from autoshard.passes.intra_fold import Folder
@@ -57,7 +55,7 @@ from autoshard.passes.intra_read import ChainSolution, Reading, SegmentCost, exp
 from autoshard.passes.intra_solve import OutOfMemory, Solver
 from autoshard.passes.intra_strategies import EvenRule, StrategyMaker, Uneven
 from autoshard.passes.intra_tables import TableMaker
-from autoshard.passes.microbatch import sample_placements
+from autoshard.passes.microbatch import CoupledSamples, sample_placements
 from autoshard.passes.segment import Chain
 from autoshard.placement import Layout
 from autoshard.plan import Mesh
@@ -136,7 +134,11 @@ def assemble(problem: ChainProblem) -> Assembly:
 
     folder = Folder(program, segments, mark)
     start, stop = problem.segments
-    runs = folder.runs(start, stop) if problem.fold else tuple(run for n in range(start, stop) for run in folder.runs(n, n + 1))
+    runs = (
+        folder.runs(start, stop)
+        if problem.fold
+        else tuple(run for n in range(start, stop) for run in folder.runs(n, n + 1))
+    )
     sizes = frozenset(size for parameter in program.parameters.values() for size in parameter.type.shape)
     prices = problem.prices or Prices(problem.cluster, problem.mesh, problem.optimizer)
     maker = StrategyMaker(problem.mesh.sizes, prices, EvenRule(problem.uneven, sizes), problem.optimizer)
@@ -152,5 +154,7 @@ def _samples(problem: ChainProblem) -> Mapping[str, AxisStrategy]:
         return problem.samples
     try:
         return sample_placements(problem.program)
-    except InfeasiblePlan:
-        raise
+    except CoupledSamples:
+        if problem.microbatches > 1:
+            raise
+        return {}

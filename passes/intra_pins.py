@@ -46,7 +46,10 @@ def match_pins(program: Program, pins: Sequence[Pin], axes: Sequence[str]) -> Pi
             raise BadInput(f"pin {pin} names axis '{pin.axis}'", help=f"axes of the mesh: {', '.join(axes) or 'none'}")
         nodes = _named(program, pin)
         if not nodes:
-            raise BadInput(f"pin {pin} names no parameter, input or module", help="write a parameter's name, input:NAME or a module's path")
+            raise BadInput(
+                f"pin {pin} names no parameter, input or module",
+                help="write a parameter's name, input:NAME or a module's path",
+            )
         for node in nodes:
             found.setdefault(node, []).append((axes.index(pin.axis), pin))
     return Pinned({node: tuple(pinned) for node, pinned in found.items()})

@@ -68,13 +68,15 @@ class ChainSolution:
 
     def __str__(self) -> str:
         lines = [
-            f"step {self.objective:.6g} s, gap {self.gap:.1e} ({self.status}), {self.columns} columns, {self.rows} rows,"
-            f" {self.time_s:.2f} s; {self.memory_bytes / 2**30:.2f} GiB"
+            f"step {self.objective:.6g} s, gap {self.gap:.1e} ({self.status}),"
+            f" {self.columns} columns, {self.rows} rows, {self.time_s:.2f} s; {self.memory_bytes / 2**30:.2f} GiB"
         ]
         lines += [f"  {name}: {' '.join(map(str, layout))}" for name, layout in self.parameters.items()]
         for name, plan in self.operators.items():
             show = [" ".join(map(str, layout)) for layout in (*plan.operands, *plan.results)]
-            lines.append(f"  {name}({', '.join(show[: len(plan.operands)])}) -> {', '.join(show[len(plan.operands) :])}")
+            lines.append(
+                f"  {name}({', '.join(show[: len(plan.operands)])}) -> {', '.join(show[len(plan.operands) :])}"
+            )
         return "\n".join(lines)
 
 
@@ -183,10 +185,18 @@ class Reading:
                 compute += bill.operators_forward_s[group]
             kept = bill.boundary_bytes[group] if again else bill.saved_bytes[group]
             transient = bill.transient_bytes[group] + (bill.saved_bytes[group] / run.count if again else 0.0)
-            seconds = (forward, backward, compute, forward + backward - compute, bill.once_s[group], bill.optimizer_s[group])
-            bytes_ = (bill.parameter_bytes[group], bill.gradient_bytes[group], bill.optimizer_bytes[group], kept)
             cost = SegmentCost(
-                *(float(value) / run.count for value in seconds), *(int(value / run.count) for value in bytes_), int(transient)
+                forward_s=float(forward) / run.count,
+                backward_s=float(backward) / run.count,
+                compute_s=float(compute) / run.count,
+                collectives_s=float(forward + backward - compute) / run.count,
+                once_s=float(bill.once_s[group]) / run.count,
+                optimizer_s=float(bill.optimizer_s[group]) / run.count,
+                parameter_bytes=int(bill.parameter_bytes[group] / run.count),
+                gradient_bytes=int(bill.gradient_bytes[group] / run.count),
+                optimizer_bytes=int(bill.optimizer_bytes[group] / run.count),
+                saved_bytes=int(kept / run.count),
+                transient_bytes=int(transient),
             )
             costs += [cost] * run.count
         return tuple(costs)
@@ -203,14 +213,15 @@ def explain(assembly: Assembly, graph: ChoiceGraph, terms: Terms, short: OutOfMe
         f"activations of {terms.in_flight} microbatches": terms.in_flight * kept,
         "at work": bill.working_bytes(short.remat),
     }
-    needed = short.needed_bytes
+    needed, segments = short.needed_bytes, f"segments {assembly.start} to {assembly.stop - 1}"
     verdict = "no plan fits" if short.proved else "no plan that fits was found"
     listed = ", ".join(f"{name} {_size(value)}" for name, value in parts.items())
     largest = ", ".join(f"{name} {_size(value)}" for name, value in _largest(graph, short.choice))
     return InfeasiblePlan(
-        f"memory: {verdict}: the smallest needs {_size(needed)} per device, {_size(limit)} are there: {_size(needed - limit)} short",
-        where=f"segments {assembly.start} to {assembly.stop - 1} on {format_axes(assembly)}: {listed}; largest tensors: {largest}",
-        help="what would help: more devices, more microbatches, more stages, remat, a smaller batch, an optimizer with less state",
+        f"memory: {verdict}: the smallest needs {_size(needed)} per device, {_size(limit)} are there:"
+        f" {_size(needed - limit)} short",
+        where=f"{segments} on {format_axes(assembly)}: {listed}; largest tensors: {largest}",
+        help="more devices, more microbatches, more stages, remat or an optimizer with less state would help",
     )
 
 

@@ -3,8 +3,8 @@
 For each way to decide remat, `intra_ascent` gives a bound and a choice, with bytes at the price that makes the bound
 highest. Where the two meet, the choice is the optimum. Else everything that would cost more than bound + a trial gap is
 left out, which leaves a program hundreds of times smaller; HiGHS solves it, and when its optimum lies within the trial
-gap it is the optimum of the whole program, otherwise the trial gap grows. Ways whose bound is no better than a choice in
-hand are skipped.
+gap it is the optimum of the whole program, otherwise the trial gap grows. Ways whose bound is no better than a choice
+in hand are skipped.
 """
 
 import itertools
@@ -69,25 +69,34 @@ class OutOfMemory(Exception):
     proved: whether none can exist (else none was found in time).
     """
 
-    def __init__(self, choice: tuple[int, ...], bill: Bill, remat: tuple[bool, ...], in_flight: int, proved: bool) -> None:
+    def __init__(
+        self, choice: tuple[int, ...], bill: Bill, remat: tuple[bool, ...], in_flight: int, proved: bool
+    ) -> None:
         self.choice, self.bill, self.remat, self.proved = choice, bill, remat, proved
         self.needed_bytes = bill.memory_bytes(remat, in_flight)
         super().__init__(f"{self.needed_bytes:.0f} bytes")
 
 
 def minimise(rows: Rows, time_limit_s: float, relative_gap: float) -> tuple[Floats | None, float]:
-    """Solve the rows: values of all columns (None: none found) and a bound, infinite where nothing is feasible."""
+    """Solve the rows: values of all columns (None: none found) and a bound, infinite where nothing is feasible.
+
+    Without HiGHS's presolve: that of 1.12 calls some of these programs infeasible that are not, and hangs on others.
+    """
     lower, upper, ceiling, whole = rows.bounds()
     result = milp(
         rows.cost(),
         integrality=whole,
         bounds=Bounds(np.zeros(rows.width), ceiling),
         constraints=LinearConstraint(rows.matrix(), lower, upper),
-        options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": relative_gap},
+        options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": relative_gap, "presolve": False},
     )
     if result.status == 2:
         return None, math.inf
-    bound = -math.inf if result.mip_dual_bound is None or math.isnan(result.mip_dual_bound) else float(result.mip_dual_bound)
+    bound = (
+        -math.inf
+        if result.mip_dual_bound is None or math.isnan(result.mip_dual_bound)
+        else float(result.mip_dual_bound)
+    )
     return result.x, bound
 
 
@@ -117,7 +126,10 @@ class Solver:
             unlimited = replace(self.terms, limit_bytes=None)
             free = _Way(self, unlimited, decided, started).solve(math.inf)
             assert free is not None
-            if self.terms.limit_bytes is None or free.bill.memory_bytes(decided, self.terms.in_flight) <= self.terms.limit_bytes:
+            if (
+                self.terms.limit_bytes is None
+                or free.bill.memory_bytes(decided, self.terms.in_flight) <= self.terms.limit_bytes
+            ):
                 return free
             bound = free.bound
         return self._with_bytes(started, bound)
@@ -147,13 +159,17 @@ class Solver:
         """
         open_ = [group for group, flag in enumerate(self.remat) if flag is None]
         if 2 ** len(open_) <= _REMAT_WAYS:
-            chosen = [{group for group, flag in zip(open_, flags, strict=True) if flag} for flags in itertools.product((False, True), repeat=len(open_))]
+            chosen = [
+                {group for group, flag in zip(open_, flags, strict=True) if flag}
+                for flags in itertools.product((False, True), repeat=len(open_))
+            ]
         else:
             order = sorted(open_, key=lambda group: (-self.graph.groups[group].count, group))
             step = max(1, len(order) // (_REMAT_WAYS - 1))
             chosen = [set(order[:count]) for count in dict.fromkeys([*range(0, len(order), step), len(order)])]
         ways = [
-            tuple(number in groups if flag is None else flag for number, flag in enumerate(self.remat)) for groups in chosen
+            tuple(number in groups if flag is None else flag for number, flag in enumerate(self.remat))
+            for groups in chosen
         ]
         return ways, 2 ** len(open_) <= _REMAT_WAYS
 
@@ -250,6 +266,8 @@ class _Way:
             if part.pairs > _MOST_PAIRS:
                 break
             choice, bound, size = self._optimum(part)
+            if choice is None and self.best is not None and self.best[0] < base + trial * (1 - 1e-9):
+                break  # the choice in hand is in the part: whatever HiGHS says of it is wrong
             self.lower = max(self.lower, bound if part.whole else min(bound, base + trial))
             if choice is not None:
                 self._try(choice)
@@ -293,7 +311,11 @@ class _Way:
         if values is None:
             return None, bound, (rows.width, rows.height)
         best = zip(part.kept, skeleton.choice, strict=True)
-        return tuple(int(numbers[values[columns].argmax()]) for numbers, columns in best), bound, (rows.width, rows.height)
+        return (
+            tuple(int(numbers[values[columns].argmax()]) for numbers, columns in best),
+            bound,
+            (rows.width, rows.height),
+        )
 
     def _solved(self, size: tuple[int, int]) -> Solved:
         assert self.best is not None

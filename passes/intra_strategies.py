@@ -2,14 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autoshard.cost.memory import parameter_memory, saved_values
 from autoshard.cost.prices import Prices
 from autoshard.passes.intra_graph import Strategy
-from autoshard.passes.intra_tables import local_bytes
-from autoshard.placement import I, Layout, Placement, R, S
+from autoshard.placement import I, Layout, R, S
 from autoshard.program import Operator, TensorType
 from autoshard.rules import AxisStrategy, axis_strategies, local_operator
 from autoshard.rules.implementations import IMPLEMENTATIONS
@@ -85,10 +84,14 @@ class StrategyMaker:
         kept: dict[tuple[Layout, ...], _Partial] = {}
         for partial in found:
             layouts = zip((*op.operands, *op.results), (*partial.operands, *partial.results), strict=True)
-            kept.setdefault(tuple(layout if type.needs_grad else _without_r(layout) for type, layout in layouts), partial)
+            kept.setdefault(
+                tuple(layout if type.needs_grad else _without_r(layout) for type, layout in layouts), partial
+            )
         return list(kept.values())
 
-    def _extended(self, op: Operator, partial: _Partial, ranks: int, symbolic: Sequence[frozenset[int]]) -> list[_Partial]:
+    def _extended(
+        self, op: Operator, partial: _Partial, ranks: int, symbolic: Sequence[frozenset[int]]
+    ) -> list[_Partial]:
         if ranks == 1:
             return [self._with(partial, AxisStrategy((I,) * len(op.operands), (I,) * len(op.results)), partial.local)]
         found = []
@@ -99,8 +102,12 @@ class StrategyMaker:
         return found
 
     def _with(self, partial: _Partial, strategy: AxisStrategy, local: Operator) -> _Partial:
-        operands = tuple((*layout, placement) for layout, placement in zip(partial.operands, strategy.operands, strict=True))
-        results = tuple((*layout, placement) for layout, placement in zip(partial.results, strategy.results, strict=True))
+        operands = tuple(
+            (*layout, placement) for layout, placement in zip(partial.operands, strategy.operands, strict=True)
+        )
+        results = tuple(
+            (*layout, placement) for layout, placement in zip(partial.results, strategy.results, strict=True)
+        )
         return _Partial(local, operands, results, (*partial.implementations, strategy.implementation))
 
     def _cuts_well(
@@ -108,13 +115,19 @@ class StrategyMaker:
     ) -> bool:
         """No empty or wasteful shards, and no helper that communicates on two axes at once."""
         implementation = strategy.implementation
-        if implementation is not None and implementation in partial.implementations and IMPLEMENTATIONS[implementation].helper:
+        if (
+            implementation is not None
+            and implementation in partial.implementations
+            and IMPLEMENTATIONS[implementation].helper
+        ):
             return False
         wholes, locals_ = (*op.operands, *op.results), (*partial.local.operands, *partial.local.results)
         placements = (*strategy.operands, *strategy.results)
         return all(
             placement.dim is None
-            or self.even.allows(local.shape[placement.dim], ranks, whole.shape[placement.dim], placement.dim not in symbols)
+            or self.even.allows(
+                local.shape[placement.dim], ranks, whole.shape[placement.dim], placement.dim not in symbols
+            )
             for placement, local, whole, symbols in zip(placements, locals_, wholes, symbolic, strict=True)
         )
 
@@ -129,14 +142,22 @@ class StrategyMaker:
                 price = self.prices.operator(partial.local, partial.implementations)
                 inside_backward = price.communication_backward_s
                 forward_s = price.forward_s + price.communication_s - inside_backward
-                gradients = sum(type.nbytes for type in (*partial.local.operands, *partial.local.results) if type.needs_grad)
+                gradients = sum(
+                    type.nbytes for type in (*partial.local.operands, *partial.local.results) if type.needs_grad
+                )
                 kept = saved_values(partial.local).extra_bytes if keeps_more else 0
                 made[key] = forward_s, price.backward_s + inside_backward, price.communication_s, kept, gradients
             forward_s, backward_s, inside_s, kept, transient = made[key]
             strategies.append(
                 Strategy(
-                    partial.operands, partial.results, partial.implementations, forward_s, backward_s, inside_s,
-                    kept_bytes=kept, transient_bytes=transient,
+                    partial.operands,
+                    partial.results,
+                    partial.implementations,
+                    forward_s,
+                    backward_s,
+                    inside_s,
+                    kept_bytes=kept,
+                    transient_bytes=transient,
                 )
             )
         return tuple(strategies)
@@ -165,8 +186,13 @@ class StrategyMaker:
         memory = parameter_memory(type, layout, self.axis_sizes, self.optimizer, trainable)
         optimizer_s = self.prices.optimizer_s(memory.parameter_bytes) if trainable else 0.0
         return Strategy(
-            (), (layout,), (None,) * len(layout), optimizer_s=optimizer_s, parameter_bytes=memory.parameter_bytes,
-            gradient_bytes=memory.gradient_bytes, optimizer_bytes=memory.optimizer_bytes,
+            (),
+            (layout,),
+            (None,) * len(layout),
+            optimizer_s=optimizer_s,
+            parameter_bytes=memory.parameter_bytes,
+            gradient_bytes=memory.gradient_bytes,
+            optimizer_bytes=memory.optimizer_bytes,
         )
 
 

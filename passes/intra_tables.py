@@ -20,7 +20,9 @@ Parts = tuple[Floats, Floats, Floats, Floats, Integers]
 class ConversionPrices(Protocol):
     """Who prices conversions."""
 
-    def conversion_tables(self, type: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> ConversionTables:
+    def conversion_tables(
+        self, type: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
+    ) -> ConversionTables:
         """Seconds and bytes [source, target] of converting a tensor whose whole type is given."""
 
 
@@ -79,7 +81,13 @@ class TableMaker:
     def _passing(self, type: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> Parts:
         price = self.prices.conversion_tables(type, sources, targets)
         shape = (len(sources), len(targets))
-        return price.forward_s, price.backward_s, np.zeros(shape), price.transient_bytes, np.zeros(shape, dtype=np.int64)
+        return (
+            price.forward_s,
+            price.backward_s,
+            np.zeros(shape),
+            price.transient_bytes,
+            np.zeros(shape, dtype=np.int64),
+        )
 
     def _stored(self, type: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> Parts:
         """A gather runs again in backward; sums that wait for the end of the step are priced once."""
@@ -89,7 +97,10 @@ class TableMaker:
             middles = [accumulated(source, target) for target in targets]
             parts = list(dict.fromkeys(middles))
             classes[q] = [parts.index(middle) for middle in middles]
-            each, step = self.prices.conversion_tables(type, parts, targets), self.prices.conversion_tables(type, [source], parts)
+            each, step = (
+                self.prices.conversion_tables(type, parts, targets),
+                self.prices.conversion_tables(type, [source], parts),
+            )
             take = classes[q], np.arange(len(targets))
             forward, once_s = each.forward_s[take], step.total_s[0]
             rows[:, q] = forward, forward + each.backward_s[take], once_s[classes[q]], each.transient_bytes[take]
@@ -133,5 +144,14 @@ def narrowed(graph: ChoiceGraph, wire: Wire, table: Table) -> Narrowing:
     number = {layout: place for place, layout in enumerate(sources)}
     made = np.array([number[layout] for layout in layouts], dtype=np.int64)
     take = np.ix_(rows, columns)
-    parts = (table.forward_s, table.backward_s, table.once_s, table.transient_bytes)
-    return Narrowing(Table(sources, targets, *(part[take] for part in parts), table.once_class[take], made), rows, columns)
+    left = Table(
+        sources,
+        targets,
+        table.forward_s[take],
+        table.backward_s[take],
+        table.once_s[take],
+        table.transient_bytes[take],
+        table.once_class[take],
+        made,
+    )
+    return Narrowing(left, rows, columns)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from autoshard.passes.intra_ascent import Ascent
 from autoshard.passes.intra_bill import Terms, bill
 from autoshard.passes.intra_solve import OutOfMemory, Solver
 from tests.passes.intra_stand_ins import brute_force, random_graph, tables_of
@@ -52,3 +53,17 @@ def test_the_same_program_twice_gives_the_same_choice() -> None:
     first, second = (Solver(graph, tables, Terms(), (False, False), 20.0).solve() for _ in range(2))
     assert first.choice == second.choice
     assert bill(graph, tables, first.choice).step_s(first.remat, 1) == first.objective
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_messages_never_promise_too_much(seed: int) -> None:
+    graph = random_graph(seed, MESHES[seed % 3])
+    tables, terms, remat = tables_of(graph), Terms(2, 2, None, 1e-4), (False, seed % 2 == 0)
+    ascent = Ascent(graph, tables, terms, remat)
+    lower, choice = ascent.run(terms.price_s_per_byte, 40)
+    best = brute_force(graph, tables, terms, remat)
+    assert lower <= best * (1 + 1e-9)
+    assert bill(graph, tables, choice).objective(remat, terms) >= best * (1 - 1e-9)
+    spent = best - lower
+    excess = ascent.excess()
+    assert all((more <= spent * (1 + 1e-9) + 1e-9).any() for more in excess.strategies)
