@@ -71,7 +71,9 @@ def shard_sizes(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, size - rank * step)) for rank in range(ranks))
 
 
-def local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int], rank: Sequence[int] | None = None) -> tuple[int, ...]:
+def local_shape(
+    shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int], rank: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Shape of the shard at mesh coordinate `rank` (the largest one, at coordinate 0, when None)."""
     local = list(shape)
     for axis, (placement, ranks) in enumerate(zip(layout, axis_sizes, strict=True)):
@@ -90,7 +92,7 @@ def splits_evenly(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int
 
 
 def format_layout(layout: Layout, axes: Sequence[str]) -> str:
-    """"S(0)@dp, I@tp": the layout with the axes' names."""
+    """ "S(0)@dp, I@tp": the layout with the axes' names."""
     return ", ".join(f"{placement}@{axis}" for placement, axis in zip(layout, axes, strict=True))
 
 

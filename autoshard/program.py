@@ -150,7 +150,9 @@ class Program:
                 yield node
 
     def __str__(self) -> str:
-        lines = [f"program {self.source}: {sum(1 for _ in self.operators())} operators, {len(self.parameters)} parameters"]
+        lines = [
+            f"program {self.source}: {sum(1 for _ in self.operators())} operators, {len(self.parameters)} parameters"
+        ]
         for node in self.operators():
             types = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in result_types(node))
             args = ", ".join(str(value) for value in operand_values(node))
@@ -183,13 +185,17 @@ def is_operator(node: fx.Node) -> bool:
 
 
 def operator_name(node: fx.Node) -> str:
-    """"aten.linear.default"."""
+    """ "aten.linear.default"."""
     return str(node.target)
 
 
 def value_of(node: fx.Node) -> Value:
     """The value that a node stands for: `getitem` nodes stand for their source's result."""
-    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
+    if (
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "") == "getitem"
+        and isinstance(node.args[0], fx.Node)
+    ):
         return Value(node.args[0].name, int(node.args[1]))  # type: ignore[call-overload]
     return Value(node.name)
 
@@ -246,9 +252,7 @@ def result_types(node: fx.Node) -> tuple[TensorType, ...]:
     """Types of the tensors a node yields."""
     value, needs_grad = node.meta["val"], bool(node.meta.get("needs_grad", False))
     values = (value,) if is_tensor(value) else tuple(value)
-    return tuple(
-        tensor_type(item, needs_grad and item.dtype.is_floating_point) for item in values if is_tensor(item)
-    )
+    return tuple(tensor_type(item, needs_grad and item.dtype.is_floating_point) for item in values if is_tensor(item))
 
 
 def operator_of(node: fx.Node) -> Operator:

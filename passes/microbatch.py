@@ -114,10 +114,16 @@ class _Propagation:
         depends = any(self.states[value].placement.kind in "SP" for value in values)
         legal.sort(key=lambda strategy: self._rank(op, strategy, depends))
         for strategy in legal:
-            if all(self._takes(value, want, op, i) for i, (value, want) in enumerate(zip(values, strategy.operands, strict=True))):
+            if all(
+                self._takes(value, want, op, i)
+                for i, (value, want) in enumerate(zip(values, strategy.operands, strict=True))
+            ):
                 return strategy
         for strategy in legal:  # then with what does not depend on the batch computed for a microbatch only
-            if all(self._takes(value, want, op, i) or self._can_split(value, want) for i, (value, want) in enumerate(zip(values, strategy.operands, strict=True))):
+            if all(
+                self._takes(value, want, op, i) or self._can_split(value, want)
+                for i, (value, want) in enumerate(zip(values, strategy.operands, strict=True))
+            ):
                 for value, want in zip(values, strategy.operands, strict=True):
                     if want.is_sharded and self.states[value].placement != want:
                         self._split(value, want)
@@ -141,7 +147,12 @@ class _Propagation:
             whole_use = want.kind in "IR"
             # A gradient that is whole on every microbatch would be added up once each.
             return whole_use and (want == R or not op.operands[index].needs_grad)
-        return state.placement == P and want.kind in "IR" and not state.from_parameter and not op.operands[index].needs_grad
+        return (
+            state.placement == P
+            and want.kind in "IR"
+            and not state.from_parameter
+            and not op.operands[index].needs_grad
+        )
 
     def _fits_sizes(self, node: fx.Node, strategy: AxisStrategy) -> bool:
         """Whether results whose size follows the batch are cut there, and no others."""
@@ -188,7 +199,10 @@ class _Propagation:
         self._keep(node, strategy, values)
 
     def _refuse(self, node: fx.Node, op: Operator, values: tuple[Value, ...]) -> None:
-        arriving = ", ".join(f"{value} {list(type_.shape)} {self.states[value].placement}" for value, type_ in zip(values, op.operands, strict=True))
+        arriving = ", ".join(
+            f"{value} {list(type_.shape)} {self.states[value].placement}"
+            for value, type_ in zip(values, op.operands, strict=True)
+        )
         raise CoupledSamples(
             f"{op.name} couples the samples of a batch ({arriving})",
             where=place(node),

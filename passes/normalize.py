@@ -20,7 +20,14 @@ aten = torch.ops.aten
 
 _RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default})
 _COPIES = frozenset(
-    {aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default, aten.clone.default, aten.contiguous.default}
+    {
+        aten.alias.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.lift.default,
+        aten.clone.default,
+        aten.contiguous.default,
+    }
 )
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten._async_error")
 _NEUTRAL: Mapping[Any, float] = {
@@ -33,7 +40,9 @@ _NEUTRAL: Mapping[Any, float] = {
     aten.mul.Scalar: 1,
     aten.div.Scalar: 1,
 }
-_WITHOUT_GRADIENT = frozenset({aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default})
+_WITHOUT_GRADIENT = frozenset(
+    {aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+)
 _DROPPED_KWARGS = ("device", "pin_memory", "layout", "non_blocking", "memory_format")
 
 
@@ -100,7 +109,9 @@ def inline_regions(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
-        body_at = next((i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"), None)
+        body_at = next(
+            (i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"), None
+        )
         name = node.target.name()
         if body_at is None or owner is None or not name.startswith(("wrap", "tag_activation_checkpoint")):
             raise UntraceableModel(
@@ -130,7 +141,9 @@ def inline_regions(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, val: Any = None) -> fx.Node:
+def _call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, val: Any = None
+) -> fx.Node:
     """A new call made where `like` was made."""
     node = graph.call_function(target, args, kwargs)
     node.meta["val"] = like.meta.get("val") if val is None else val
@@ -178,7 +191,11 @@ def _equal_operand(node: fx.Node) -> fx.Node | None:
         return source if not node.args[2] or node.args[1] == 0.0 else None
     if target in _NEUTRAL:
         other = node.args[1]
-        return source if isinstance(other, (int, float)) and other == _NEUTRAL[target] and "rounding_mode" not in node.kwargs else None
+        return (
+            source
+            if isinstance(other, (int, float)) and other == _NEUTRAL[target] and "rounding_mode" not in node.kwargs
+            else None
+        )
     return None
 
 
@@ -197,7 +214,10 @@ def _expand_each(graph: fx.Graph, node: fx.Node) -> None:
         source, value = operands[user.args[1]], user.meta["val"]  # type: ignore[index]
         if not same_shape(source.meta["val"], value):
             with graph.inserting_before(user):
-                sizes = [_size_argument(graph, size, operands, position - value.dim(), user) for position, size in enumerate(value.shape)]
+                sizes = [
+                    _size_argument(graph, size, operands, position - value.dim(), user)
+                    for position, size in enumerate(value.shape)
+                ]
                 source = _call(graph, aten.expand.default, (source, sizes), {}, user)
                 source.meta["needs_grad"] = user.meta.get("needs_grad", False)
         user.replace_all_uses_with(source)

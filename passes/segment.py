@@ -24,11 +24,7 @@ WIDEST_CUT = 4
 
 _HEAVY = frozenset(
     f"aten.{name}"
-    for name in (
-        "linear.default matmul.default mm.default bmm.default addmm.default baddbmm.default einsum.default mv.default "
-        "dot.default convolution.default conv1d.default conv2d.default conv3d.default conv_transpose2d.input "
-        "conv2d.padding conv1d.padding scaled_dot_product_attention.default"
-    ).split()
+    for name in ["linear.default", "matmul.default", "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "einsum.default", "mv.default", "dot.default", "convolution.default", "conv1d.default", "conv2d.default", "conv3d.default", "conv_transpose2d.input", "conv2d.padding", "conv1d.padding", "scaled_dot_product_attention.default"]
 )
 
 
@@ -284,7 +280,9 @@ class _Cutter:
                     known = outside.setdefault(value, len(outside))
                     wires.append(f"from {known} {self._kind(value)} {result_types(operand)[0]}")
             sent = [i for i in range(len(self.types[node.name])) if Value(node.name, i) in leaving]
-            lines.append(f"{operator_name(node)} {wires} {_plain((node.args, node.kwargs))} {self.types[node.name]} {sent}")
+            lines.append(
+                f"{operator_name(node)} {wires} {_plain((node.args, node.kwargs))} {self.types[node.name]} {sent}"
+            )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
     def _kind(self, value: Value) -> str:

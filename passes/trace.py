@@ -156,8 +156,7 @@ def _fixed_notes(
 
 
 _KEEPS_INDICES = frozenset(
-    "reshape slice select unsqueeze squeeze expand transpose permute pad constant_pad_nd cat masked_fill where clone to_copy "
-    "slice_scatter select_scatter split flip roll".split()
+    ["reshape", "slice", "select", "unsqueeze", "squeeze", "expand", "transpose", "permute", "pad", "constant_pad_nd", "cat", "masked_fill", "where", "clone", "to_copy", "slice_scatter", "select_scatter", "split", "flip", "roll"]
 )
 
 
@@ -170,7 +169,9 @@ def index_bound(node: fx.Node) -> int | None:
         current = queue.pop()
         for user in current.users:
             name = getattr(user.target, "_schema", None)
-            operation = name.name.split("::")[-1].strip("_") if name is not None else getattr(user.target, "__name__", "")
+            operation = (
+                name.name.split("::")[-1].strip("_") if name is not None else getattr(user.target, "__name__", "")
+            )
             args = user.args
             if operation == "embedding" and args[1] is current:
                 bounds.append(int(_value(args[0]).shape[0]))
@@ -187,7 +188,9 @@ def index_bound(node: fx.Node) -> int | None:
                     bounds.append(int(size))
             elif (operation in _KEEPS_INDICES or operation == "getitem") and user not in seen:
                 value = user.meta.get("val")
-                if isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.dtype is _value(node).dtype):
+                if isinstance(value, (tuple, list)) or (
+                    isinstance(value, Tensor) and value.dtype is _value(node).dtype
+                ):
                     seen.add(user)
                     queue.append(user)
     return min(bounds) if bounds else None
@@ -197,4 +200,3 @@ def _value(node: Any) -> Tensor:
     value = node.meta["val"]
     assert isinstance(value, Tensor)
     return value
-

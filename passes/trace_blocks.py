@@ -48,7 +48,9 @@ class CannotSplice(Exception):
 
 def find_stacks(model: nn.Module, canonical: Mapping[str, str]) -> tuple[Stack, ...]:
     """Lists of four or more equal blocks, outermost first; none inside another's blocks, none with tied parameters."""
-    tied = {name for name, first in canonical.items() if name != first} | {first for name, first in canonical.items() if name != first}
+    tied = {name for name, first in canonical.items() if name != first} | {
+        first for name, first in canonical.items() if name != first
+    }
     found: list[Stack] = []
     seen: set[int] = set()
 
@@ -56,7 +58,11 @@ def find_stacks(model: nn.Module, canonical: Mapping[str, str]) -> tuple[Stack, 
         if id(module) in seen:
             return
         seen.add(id(module))
-        if type(module) in (nn.ModuleList, nn.Sequential) and len(module._modules) > KEPT and _is_stack(module, path, tied):
+        if (
+            type(module) in (nn.ModuleList, nn.Sequential)
+            and len(module._modules) > KEPT
+            and _is_stack(module, path, tied)
+        ):
             found.append(Stack(path, module, len(module._modules)))
             return
         for name, child in module.named_children():
@@ -99,7 +105,12 @@ def _equal_module(left: nn.Module, right: nn.Module, distance: int) -> bool:
         for a, b in zip(one.values(), other.values(), strict=True):
             if (a is None) != (b is None):
                 return False
-            if a is not None and (a.shape, a.dtype, a.requires_grad, a.device) != (b.shape, b.dtype, b.requires_grad, b.device):
+            if a is not None and (a.shape, a.dtype, a.requires_grad, a.device) != (
+                b.shape,
+                b.dtype,
+                b.requires_grad,
+                b.device,
+            ):
                 return False
     one = {name: value for name, value in vars(left).items() if name not in _NOT_PLAIN}
     other = {name: value for name, value in vars(right).items() if name not in _NOT_PLAIN}
@@ -119,7 +130,9 @@ def _equal(left: Any, right: Any, distance: int, depth: int) -> bool:
     if isinstance(left, (bool, float, complex, str, bytes, torch.dtype, torch.device, type)):
         return bool(left == right)
     if isinstance(left, (tuple, list)):
-        return len(left) == len(right) and all(_equal(a, b, distance, depth + 1) for a, b in zip(left, right, strict=True))
+        return len(left) == len(right) and all(
+            _equal(a, b, distance, depth + 1) for a, b in zip(left, right, strict=True)
+        )
     if isinstance(left, (set, frozenset)):
         return bool(left == right)
     if isinstance(left, Mapping):
@@ -187,7 +200,9 @@ class _Splice:
     def _range(self, block: int) -> tuple[int, int]:
         """Half-open range of the calls made in a block; they must be consecutive."""
         path = f"{self.stack.path}.{block}"
-        inside = [i for i, node in enumerate(self.calls) if any(frame.path == path for frame in node.meta.get("frames", ()))]
+        inside = [
+            i for i, node in enumerate(self.calls) if any(frame.path == path for frame in node.meta.get("frames", ()))
+        ]
         if not inside:
             self._fail(f"block {block} makes no operator of its own")
         if any(frame.call for i in inside for frame in self.calls[i].meta["frames"] if frame.path == path):
@@ -229,7 +244,12 @@ class _Splice:
                     if twin[a] is not b:
                         self._fail(f"{left.target} has another operand in block 2")
                 elif a is not b and not self._same_state(a, b):
-                    if b not in period or a in period or self.carried.setdefault(a, b) is not b or back.setdefault(b, a) is not a:
+                    if (
+                        b not in period
+                        or a in period
+                        or self.carried.setdefault(a, b) is not b
+                        or back.setdefault(b, a) is not a
+                    ):
                         self._fail(f"{left.target} has another outside operand in block 2")
                     if not _same_value(a, b):
                         self._fail(f"what {left.target} takes from the block before differs in shape, type or gradient")
@@ -241,7 +261,7 @@ class _Splice:
 
     def _in_block(self, name: str, block: int, source: int = 1) -> str:
         start = f"{self.stack.path}.{source}."
-        return f"{self.stack.path}.{block}.{name[len(start):]}" if name.startswith(start) else name
+        return f"{self.stack.path}.{block}.{name[len(start) :]}" if name.startswith(start) else name
 
     def _check_between(self, before: Sequence[fx.Node], after: Sequence[fx.Node], period: set[fx.Node]) -> None:
         """What the list's owner does between blocks is the same after blocks 0 and 1, and knows no block's number."""
@@ -315,10 +335,14 @@ class _Splice:
         for node in last:
             node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), at_end)  # type: ignore[assignment, misc]
             node.meta["frames"] = _moved(node.meta.get("frames", ()), path, 2, count - 1)
-        moved = {self._in_block(name, count - 1, 2): node for name, node in changes.items() if name.startswith(f"{path}.2.") and name in draft.updates}
+        moved = {
+            self._in_block(name, count - 1, 2): node
+            for name, node in changes.items()
+            if name.startswith(f"{path}.2.") and name in draft.updates
+        }
         # Block 2's own new values move to the last block; the copy that became block 2 has its own.
         if count - 1 > 2:
-            fresh = {f"{path}.2.{name[len(path) + 3:]}" for name, _ in ours}
+            fresh = {f"{path}.2.{name[len(path) + 3 :]}" for name, _ in ours}
             originals = dict(zip(draft.updates, updated, strict=True))  # type: ignore[arg-type]
             moved = {self._in_block(name, count - 1, 2): originals[name] for name in fresh}
         changes.update(moved)
@@ -331,7 +355,9 @@ def _moved(frames: tuple[Frame, ...], path: str, source: int, target: int) -> tu
     """Frames of block `source` as frames of block `target`."""
     old, new = f"{path}.{source}", f"{path}.{target}"
     return tuple(
-        replace(frame, path=new + frame.path[len(old) :]) if frame.path == old or frame.path.startswith(old + ".") else frame
+        replace(frame, path=new + frame.path[len(old) :])
+        if frame.path == old or frame.path.startswith(old + ".")
+        else frame
         for frame in frames
     )
 
@@ -353,7 +379,9 @@ def _flat(node: fx.Node) -> list[Any]:
 
 
 def _same_value(left: fx.Node, right: fx.Node) -> bool:
-    return _describe(left.meta.get("val")) == _describe(right.meta.get("val")) and left.meta.get("needs_grad") == right.meta.get("needs_grad")
+    return _describe(left.meta.get("val")) == _describe(right.meta.get("val")) and left.meta.get(
+        "needs_grad"
+    ) == right.meta.get("needs_grad")
 
 
 def _describe(value: Any) -> Any:

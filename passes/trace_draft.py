@@ -46,7 +46,13 @@ def read_names(model: nn.Module) -> Names:
 def _storage(tensor: Tensor) -> Any:
     if not tensor.numel() or tensor.layout is not torch.strided:
         return id(tensor)
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
 
 
 @dataclass
@@ -101,7 +107,9 @@ def draft(exported: Exported, signature: Signature, names: Names, reader: FrameR
         first = names.canonical[name]
         if first not in result.state:
             kind = "p" if name in names.parameters else "b"
-            made = result.graph.create_node("placeholder", f"{kind}_{identifier(first)}", name=f"{kind}_{identifier(first)}")
+            made = result.graph.create_node(
+                "placeholder", f"{kind}_{identifier(first)}", name=f"{kind}_{identifier(first)}"
+            )
             made.meta["needs_grad"] = tensor.requires_grad and kind == "p"
             made.meta["frames"] = ()
             result.state[first] = made
@@ -140,7 +148,11 @@ def _constant(result: Draft, node: fx.Node, tensor: Tensor) -> fx.Node:
     """A lifted constant; equal ones share one placeholder, so that repeated blocks use the same."""
     for known, value in result.constants.items():
         if value is tensor or (
-            value.dtype == tensor.dtype and value.shape == tensor.shape and not value.is_meta and not tensor.is_meta and torch.equal(value, tensor)
+            value.dtype == tensor.dtype
+            and value.shape == tensor.shape
+            and not value.is_meta
+            and not tensor.is_meta
+            and torch.equal(value, tensor)
         ):
             return known
     made = result.graph.create_node("placeholder", "constant", name=f"constant_{len(result.constants)}")

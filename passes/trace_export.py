@@ -96,7 +96,9 @@ def check_workload(workload: Workload) -> None:
     """Refuse what is not a workload of a module and a batch, or does not fit forward's signature."""
     if not isinstance(workload, Workload) or not isinstance(workload.model, nn.Module):
         kind = type(getattr(workload, "model", workload)).__name__
-        raise BadInput(f"the workload's model is a {kind}", help="return autoshard.Workload(model, args, kwargs) with an nn.Module")
+        raise BadInput(
+            f"the workload's model is a {kind}", help="return autoshard.Workload(model, args, kwargs) with an nn.Module"
+        )
     try:
         inspect.signature(workload.model.forward).bind(*workload.args, **workload.kwargs)
     except TypeError as error:
@@ -251,7 +253,9 @@ def export(workload: Workload, signature: Signature, *, dynamic: bool) -> Export
         harness = Harness(workload, signature)
         try:
             with quiet():
-                program = torch.export.export(harness, (list(signature.tensors),), dynamic_shapes=(list(dims),), strict=False)
+                program = torch.export.export(
+                    harness, (list(signature.tensors),), dynamic_shapes=(list(dims),), strict=False
+                )
                 _keep_no_grad(program)
                 program = program.run_decompositions({})
         except AutoshardError:
@@ -272,7 +276,11 @@ def quiet() -> Iterator[None]:
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -293,7 +301,9 @@ def _keep_no_grad(program: ExportedProgram) -> None:
             with graph.inserting_after(result):
                 detached = graph.call_function(torch.ops.aten.detach.default, (result,))
             detached.meta = dict(result.meta)
-            result.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new and user.op != "output")
+            result.replace_all_uses_with(
+                detached, delete_user_cb=lambda user, new=detached: user is not new and user.op != "output"
+            )
     program.graph_module.recompile()
 
 

@@ -23,7 +23,7 @@ Entry = tuple[str, int, str]
 
 
 def class_name(module: nn.Module) -> str:
-    """"models.gpt.Block"."""
+    """ "models.gpt.Block"."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
@@ -115,7 +115,11 @@ class FrameReader:
 
 
 def _code(member: Any) -> CodeType | None:
-    member = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) or hasattr(member, "__func__") else member
+    member = (
+        inspect.unwrap(getattr(member, "__func__", member))
+        if callable(member) or hasattr(member, "__func__")
+        else member
+    )
     code = getattr(member, "__code__", None)
     return code if isinstance(code, CodeType) else None
 

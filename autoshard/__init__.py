@@ -1,0 +1,1 @@
+"""autoshard: an auto-parallelizing compiler for PyTorch."""
