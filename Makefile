@@ -1,5 +1,4 @@
-# Two commands do everything on a machine that has Python 3.10 or newer and make:
-#   make demo   environment, install, train a small GPT under an emitted plan
+# One command does everything on a machine that has Python 3.10 or newer and make:
 #   make test   environment, install, all tests
 
 PYTHON ?= python3
@@ -12,7 +11,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test golden lint format check coverage wheel clean
+.PHONY: help setup test golden lint format check coverage wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,9 +29,6 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 setup: $(VENV)/.installed-test  ## environment with everything for development
-
-demo: $(VENV)/.installed  ## train a small GPT on one process and under an emitted plan on four
-	$(BIN)/autoshard demo
 
 test: $(VENV)/.installed-test  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)

@@ -24,7 +24,25 @@ WIDEST_CUT = 4
 
 _HEAVY = frozenset(
     f"aten.{name}"
-    for name in ["linear.default", "matmul.default", "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "einsum.default", "mv.default", "dot.default", "convolution.default", "conv1d.default", "conv2d.default", "conv3d.default", "conv_transpose2d.input", "conv2d.padding", "conv1d.padding", "scaled_dot_product_attention.default"]
+    for name in [
+        "linear.default",
+        "matmul.default",
+        "mm.default",
+        "bmm.default",
+        "addmm.default",
+        "baddbmm.default",
+        "einsum.default",
+        "mv.default",
+        "dot.default",
+        "convolution.default",
+        "conv1d.default",
+        "conv2d.default",
+        "conv3d.default",
+        "conv_transpose2d.input",
+        "conv2d.padding",
+        "conv1d.padding",
+        "scaled_dot_product_attention.default",
+    ]
 )
 
 

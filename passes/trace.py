@@ -156,7 +156,28 @@ def _fixed_notes(
 
 
 _KEEPS_INDICES = frozenset(
-    ["reshape", "slice", "select", "unsqueeze", "squeeze", "expand", "transpose", "permute", "pad", "constant_pad_nd", "cat", "masked_fill", "where", "clone", "to_copy", "slice_scatter", "select_scatter", "split", "flip", "roll"]
+    [
+        "reshape",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "transpose",
+        "permute",
+        "pad",
+        "constant_pad_nd",
+        "cat",
+        "masked_fill",
+        "where",
+        "clone",
+        "to_copy",
+        "slice_scatter",
+        "select_scatter",
+        "split",
+        "flip",
+        "roll",
+    ]
 )
 
 
