@@ -226,7 +226,7 @@ class _Way:
         if self.ascent.least_bytes > limit:
             self.small.append(self.ascent.run(base + 1e3 * max(bound, 1e-9) / limit, _PASSES)[1])
             return math.inf, 0.0
-        best, low, high = (bound, 0.0), (0.0, objective, above), None
+        best, low, high, same = (bound, 0.0), (0.0, objective, above), None, 0
         for _ in range(_PRICES):
             price = _meeting(low, high, 0.1 * max(bound, 1e-9) / limit)
             bound, choice = self.ascent.run(base + price, _PASSES)
@@ -234,6 +234,9 @@ class _Way:
             objective, above = self._try(choice)
             line = objective + price * above
             if above > 0:
+                same = same + 1 if above == low[2] else 0
+                if same == 4:
+                    break  # dearer bytes change nothing any more
                 low = price, objective, above
                 self.small = [self.small[0], choice]
             else:
@@ -294,7 +297,7 @@ class _Way:
         whole = all(
             len(numbers) == len(node.strategies) for numbers, node in zip(kept, solver.graph.nodes, strict=True)
         )
-        whole = whole and all(bool(mask.all()) for mask in offered.values())
+        whole = whole and all(bool((more <= most)[np.isfinite(more)].all()) for more in excess.pairs.values())
         return _Part(graph, [entry.table for entry in narrow], offered, kept, pairs, whole)
 
     def _optimum(self, part: "_Part") -> tuple[tuple[int, ...] | None, float, tuple[int, int]]:
