@@ -11,7 +11,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test golden lint format check coverage wheel clean
+.PHONY: help setup test lint format check coverage wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -32,10 +32,6 @@ setup: $(VENV)/.installed-test  ## environment with everything for development
 
 test: $(VENV)/.installed-test  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
-
-golden: $(VENV)/.installed-test  ## write tests/golden anew; the diff is the review
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS) -k golden --update-golden
-	git --no-pager diff --stat -- tests/golden
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check .

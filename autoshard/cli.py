@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autoshard.api import load_workload, plan
 from autoshard.compiler import PlanOptions, parse_mesh
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, BadInput
 from autoshard.plan_file import to_json
 
 app = typer.Typer(help="Plan the distributed training of a PyTorch model.", no_args_is_help=True)
@@ -52,7 +52,9 @@ def plan_command(
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
+    name, found, value = text.partition("=")
+    if not found:
+        raise BadInput(f"--set {text} sets nothing", help="write name=value, for example --set depth=12")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

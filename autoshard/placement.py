@@ -66,7 +66,7 @@ of `shard_sizes`: as even as the dim allows, the last ranks shorter or empty.
 
 
 def shard_sizes(size: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the shards of a dim of `size` over `ranks` ranks, as torch.chunk and DTensor cut: 5 over 4 is (2, 2, 1, 0)."""
+    """Shards of a dim of `size` over `ranks` ranks, as torch.chunk and DTensor cut: 5 over 4 is (2, 2, 1, 0)."""
     step = -(-size // ranks)
     return tuple(max(0, min(step, size - rank * step)) for rank in range(ranks))
 

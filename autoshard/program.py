@@ -2,7 +2,7 @@
 
 `Program.graph` is a torch.fx graph: placeholders for parameters, buffers, constants and inputs, then `call_function`
 nodes of functional ATen overloads (and `operator.getitem` for operators of several results), then `output`. Shapes may
-hold symbols (batch, sequence); nodes that compute such sizes (`aten.sym_size.int`, integer arithmetic) stay in the graph.
+hold symbols (batch, sequence); nodes that compute such sizes (`aten.sym_size.int`, integer arithmetic) stay in it.
 
 Every tensor node carries in `node.meta`:
     "val"           fake tensor (or tuple of them), shapes possibly symbolic
@@ -12,7 +12,7 @@ Every tensor node carries in `node.meta`:
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -171,7 +171,7 @@ class Value:
         return self.node if self.index == 0 else f"{self.node}[{self.index}]"
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> TypeGuard[Tensor]:
     """Whether an fx meta value is one tensor."""
     return isinstance(value, Tensor)
 
@@ -196,7 +196,8 @@ def value_of(node: fx.Node) -> Value:
         and getattr(node.target, "__name__", "") == "getitem"
         and isinstance(node.args[0], fx.Node)
     ):
-        return Value(node.args[0].name, int(node.args[1]))  # type: ignore[call-overload]
+        index: Any = node.args[1]
+        return Value(node.args[0].name, int(index))
     return Value(node.name)
 
 

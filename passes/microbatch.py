@@ -1,10 +1,10 @@
 """Whether and how a batch can be cut into microbatches: where the samples lie in every value.
 
-Microbatches are ranks of a virtual axis on which inputs arrive S(batch dim) and nothing may be exchanged: every operator
-must have a strategy that takes its operands as they come. Free are I -> R of parameters, buffers and constants, the
-choice between I and R for values that do not depend on the batch, and P -> I, P -> R of values without gradient that no
-parameter reaches (counts of valid targets): they can be computed ahead for the whole batch. Values that are P, the loss
-among them, are added up over the microbatches.
+Microbatches are ranks of a virtual axis on which inputs arrive S(batch dim) and nothing may be exchanged: every
+operator must have a strategy that takes its operands as they come. Free are I -> R of parameters, buffers and
+constants, the choice between I and R for values that do not depend on the batch, and P -> I, P -> R of values without
+gradient that no parameter reaches (counts of valid targets): they can be computed ahead for the whole batch. Values
+that are P, the loss among them, are added up over the microbatches.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""One spelling for everything: the traced graph becomes functional ATen without views, copies and checks that do nothing.
+"""One spelling for everything: the traced graph becomes functional ATen, without views, idle copies and checks.
 
 After it every reshaping is `aten.reshape.default`, every cast `aten._to_copy.default(x, dtype=...)`; factories state
 their dtype and no device; mean-reduced cross entropies are a sum divided by a count of the targets, so that a rank or
@@ -119,17 +119,17 @@ def inline_regions(graph: fx.Graph) -> None:
                 where=place(node),
                 help="write it with plain tensor operations, for example torch.where instead of torch.cond",
             )
-        body = owner.get_submodule(str(node.args[body_at].target))  # type: ignore[union-attr]
+        body: Any = owner.get_submodule(str(node.args[body_at].target))
         arguments = iter(node.args[body_at + 1 :])
         mapping: dict[fx.Node, Any] = {}
         with graph.inserting_before(node):
-            for inner in body.graph.nodes:  # type: ignore[union-attr]
+            for inner in body.graph.nodes:
                 if inner.op == "placeholder":
                     mapping[inner] = next(arguments)
                 elif inner.op != "output":
                     mapping[inner] = graph.node_copy(inner, mapping.__getitem__)
                     mapping[inner].meta.setdefault("frames", node.meta.get("frames", ()))
-            output = next(iter(reversed(body.graph.nodes)))  # type: ignore[union-attr]
+            output = next(iter(reversed(body.graph.nodes)))
             results = fx.map_arg(output.args[0], mapping.__getitem__)
             if "set_grad_enabled" in name and node.args[0] is False:
                 results = fx.map_arg(results, lambda result: _call(graph, aten.detach.default, (result,), {}, result))
@@ -273,7 +273,8 @@ def _refuse_unknown_sizes(graph: fx.Graph) -> None:
                 raise UntraceableModel(
                     f"{node.target} has a result whose size depends on the values of a tensor",
                     where=place(node),
-                    help="keep the size fixed: use a mask with torch.where instead of selecting, or one operator by torch.library.custom_op",
+                    help="keep the size fixed: use a mask with torch.where instead of selecting, "
+                    "or one operator by torch.library.custom_op",
                 )
 
 

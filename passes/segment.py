@@ -10,7 +10,7 @@ positions, token counts) stays where it was made, or moves to the only segment t
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ class Chain:
                 name += f" ... {self.segments[stop - 1].path or '-'}"
             live = ", ".join(map(str, first.inputs)) or "nothing"
             lines.append(
-                f"  {number:>8}  {name}: {len(first.nodes)} operators, {len(first.parameters)} parameters, takes {live}  [{first.key}]"
+                f"  {number:>8}  {name}: {len(first.nodes)} operators, {len(first.parameters)} parameters, "
+                f"takes {live}  [{first.key}]"
             )
         return "\n".join(lines)
 
@@ -192,7 +193,7 @@ class _Cutter:
         runs = groupby(numbers, key=self.units.child.__getitem__)
         heavy = [items for _, group in runs if self._any_heavy(items := list(group))]
         starts = [0]
-        for left, right in zip(heavy, heavy[1:], strict=False):
+        for left, right in pairwise(heavy):
             cut = self._narrowest(left[-1] + 1, right[0])
             if self.live[cut] <= WIDEST_CUT:
                 starts.append(places[cut])
@@ -209,7 +210,7 @@ class _Cutter:
         return any(value.node in self.program.parameters for value in self.operands[number])
 
     def _narrowest(self, first: int, last: int) -> int:
-        """The best place to cut at first..last: fewest live tensors, then behind the light operators without weights."""
+        """The best place to cut at first..last: fewest live tensors, then behind light operators without weights."""
         behind = first
         while behind < last and not self._has_parameters(behind):
             behind += 1

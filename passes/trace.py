@@ -80,8 +80,9 @@ def _program(
 ) -> Program:
     results = exported.results
     assert results.spec is not None
-    values, updated = made.output.args[0]  # type: ignore[misc]
-    new_values = {name: node.name for name, node in zip(made.updates, updated, strict=True)}  # type: ignore[union-attr]
+    results_of_graph: Any = made.output.args[0]
+    values, updated = results_of_graph
+    new_values = {name: node.name for name, node in zip(made.updates, updated, strict=True)}
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, Buffer] = {}
     aliases: dict[str, list[str]] = {}
@@ -116,9 +117,9 @@ def _program(
         inputs=inputs,
         signature=signature.spec,
         leaves=leaves,
-        outputs=tuple(values[item].name if isinstance(item, int) else item for item in results.outputs),  # type: ignore[index]
+        outputs=tuple(values[item].name if isinstance(item, int) else item for item in results.outputs),
         out_spec=results.spec,
-        loss=values[0].name,  # type: ignore[index]
+        loss=values[0].name,
         symbols=_symbols(made.inputs.values()),
         classes={path: class_name(module) for path, module in workload.model.named_modules(remove_duplicate=False)},
         source=workload.name,
@@ -182,7 +183,7 @@ _KEEPS_INDICES = frozenset(
 
 
 def index_bound(node: fx.Node) -> int | None:
-    """Exclusive upper bound of an integer input's values: rows of the tables it indexes, classes it is a target among."""
+    """Exclusive upper bound of an integer input's values: rows of tables it indexes, classes it is a target among."""
     bounds: list[int] = []
     seen: set[fx.Node] = {node}
     queue = [node]
@@ -193,18 +194,18 @@ def index_bound(node: fx.Node) -> int | None:
             operation = (
                 name.name.split("::")[-1].strip("_") if name is not None else getattr(user.target, "__name__", "")
             )
-            args = user.args
+            args: Any = user.args
             if operation == "embedding" and args[1] is current:
                 bounds.append(int(_value(args[0]).shape[0]))
             elif operation in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d") and args[1] is current:
                 scores = _value(args[0])
                 bounds.append(int(scores.shape[1 if scores.dim() > 1 else 0]))
-            elif operation == "index" and current in args[1]:  # type: ignore[operator]
-                size = _value(args[0]).shape[args[1].index(current)]  # type: ignore[union-attr]
+            elif operation == "index" and current in args[1]:
+                size = _value(args[0]).shape[args[1].index(current)]
                 if not isinstance(size, torch.SymInt):
                     bounds.append(int(size))
             elif operation == "gather" and args[2] is current:
-                size = _value(args[0]).shape[args[1]]  # type: ignore[index]
+                size = _value(args[0]).shape[args[1]]
                 if not isinstance(size, torch.SymInt):
                     bounds.append(int(size))
             elif (operation in _KEEPS_INDICES or operation == "getitem") and user not in seen:

@@ -306,14 +306,20 @@ class _Splice:
         draft, path, count = self.draft, self.stack.path, self.stack.count
         before = {node: node for node in period}
         """The period's nodes -> those of the copy made last."""
-        values, updated = draft.output.args[0]  # type: ignore[misc]
-        changes = dict(zip(draft.updates, updated, strict=True))  # type: ignore[arg-type]
+        results: Any = draft.output.args[0]
+        values, updated = results
+        changes = dict(zip(draft.updates, updated, strict=True))
         ours = [(name, node) for name, node in changes.items() if name.startswith(f"{path}.1.")]
         with draft.graph.inserting_before(last[0]):
             for block in range(2, count - 1):
                 copies: dict[fx.Node, fx.Node] = {}
 
-                def operand(node: fx.Node, block: int = block, copies: dict[fx.Node, fx.Node] = copies) -> fx.Node:
+                def operand(
+                    node: fx.Node,
+                    block: int = block,
+                    copies: dict[fx.Node, fx.Node] = copies,
+                    before: dict[fx.Node, fx.Node] = before,
+                ) -> fx.Node:
                     if node in copies:
                         return copies[node]
                     if node in self.carried:
@@ -333,7 +339,7 @@ class _Splice:
             return before.get(node, node) if name is None else draft.state[self._in_block(name, count - 1, 2)]
 
         for node in last:
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), at_end)  # type: ignore[assignment, misc]
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), at_end)
             node.meta["frames"] = _moved(node.meta.get("frames", ()), path, 2, count - 1)
         moved = {
             self._in_block(name, count - 1, 2): node
@@ -343,7 +349,7 @@ class _Splice:
         # Block 2's own new values move to the last block; the copy that became block 2 has its own.
         if count - 1 > 2:
             fresh = {f"{path}.2.{name[len(path) + 3 :]}" for name, _ in ours}
-            originals = dict(zip(draft.updates, updated, strict=True))  # type: ignore[arg-type]
+            originals = dict(zip(draft.updates, updated, strict=True))
             moved = {self._in_block(name, count - 1, 2): originals[name] for name in fresh}
         changes.update(moved)
         ordered = [name for name in draft.state if name in changes]

@@ -130,7 +130,7 @@ def draft(exported: Exported, signature: Signature, names: Names, reader: FrameR
     values: list[Any] = []
     updated: list[Any] = []
     flat = old.output_node().args[0]
-    for spec, value in zip(program.graph_signature.output_specs, flat, strict=True):  # type: ignore[arg-type]
+    for spec, value in zip(program.graph_signature.output_specs, flat, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
             values.append(fx.map_arg(value, mapping.__getitem__))
         elif spec.kind is OutputKind.BUFFER_MUTATION:
@@ -171,7 +171,7 @@ def renamed(source: Draft, order: Sequence[fx.Node] | None = None) -> Draft:
         elif node.op == "output":
             copy = graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), mapping.__getitem__)  # type: ignore[misc]
+            args, kwargs = fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
             copy = graph.create_node("call_function", node.target, args, kwargs, name=_operation(node))
         copy.meta = {key: node.meta[key] for key in ("val", "needs_grad", "frames") if key in node.meta}
         mapping[node] = copy

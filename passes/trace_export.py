@@ -73,7 +73,8 @@ def read_signature(workload: Workload) -> Signature:
 
 def _argument_name(model: nn.Module, path: Sequence[Any]) -> str:
     keys = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", None))) for key in path]
-    head, rest = keys[1], keys[2:]
+    head: Any = keys[1]
+    rest = keys[2:]
     if keys[0] == 0:
         try:
             parameters = list(inspect.signature(model.forward).parameters.values())
@@ -203,13 +204,15 @@ def check_loss(loss: Any, workload: Workload) -> None:
         return
     source = "Workload.loss" if workload.loss is not None else f"{type(workload.model).__name__}.forward"
     if isinstance(loss, Tensor):
-        found = f"a tensor of shape {[_hint(size) for size in loss.shape]} and type {str(loss.dtype).removeprefix('torch.')}"
+        shape, dtype = [_hint(size) for size in loss.shape], str(loss.dtype).removeprefix("torch.")
+        found = f"a tensor of shape {shape} and type {dtype}"
     else:
         found = "nothing that is a loss" if loss is None else f"a {type(loss).__name__}"
     raise BadInput(
         f"{source} returns {found}; a scalar loss is needed",
         where=workload.name or None,
-        help="return the loss, a mapping or dataclass with 'loss', or a tuple with the loss first; or give Workload(loss=...)",
+        help="return the loss, a mapping or dataclass with 'loss', or a tuple with the loss first; "
+        "or give Workload(loss=...)",
     )
 
 
@@ -319,21 +322,21 @@ def explain(error: Exception, workload: Workload) -> UntraceableModel:
         return UntraceableModel(
             "the forward decides by the values of a tensor, which differ from batch to batch, so it cannot be traced",
             where=where,
-            help="choose with torch.where, or keep the number a tensor (no .item(), int(), bool() or `if` on it); a part that must "
-            "stay Python can be made one operator with torch.library.custom_op, and then runs unsharded",
+            help="choose with torch.where, or keep the number a tensor (no .item(), int(), bool() or `if` on it); "
+            "a part that must stay Python can be one operator, by torch.library.custom_op, and then runs unsharded",
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return UntraceableModel(
         f"torch.export cannot trace the model: {type(error).__name__}: {text}",
         where=where,
-        help="write that line with tensor operations whose shapes follow from the inputs' shapes (torch.where instead of branches on "
-        "values); torch.export.draft_export(model, args, kwargs) shows what it would have to assume",
+        help="write that line with tensor operations whose shapes follow from the inputs' shapes (torch.where instead "
+        "of branches on values); torch.export.draft_export(model, args, kwargs) shows what it would have to assume",
     )
 
 
 def user_place(error: BaseException, model: nn.Module) -> str | None:
-    """The innermost line outside torch and this package at which `error` arose: "blocks.0, models/gpt.py:41: `code`"."""
+    """The innermost line outside torch and this package where `error` arose: "blocks.0, models/gpt.py:41: `code`"."""
     paths = {id(module): path for path, module in model.named_modules()}
     place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
