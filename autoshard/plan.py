@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoshard.placement import Layout, product
 
@@ -110,6 +111,8 @@ class Plan:
     fingerprints: "model", "workload", "cluster", "torch" -> hash or version, checked when the plan is loaded.
     schedule: "gpipe", "1f1b" (or "none" for a single stage and microbatch).
     timing: "trace_s", "plan_s", "emit_s" -> seconds spent.
+    settings: what `workload` was called with. dtype: what model and inputs were cast to before planning, None for as
+    they came.
     """
 
     stages: tuple[StagePlan, ...]
@@ -125,4 +128,6 @@ class Plan:
     cluster: str
     timing: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
     version: int = PLAN_VERSION

@@ -1,6 +1,7 @@
 """A plan as a JSON file: `to_json` and `from_json`, each the exact inverse of the other.
 
-    {"version": 1, "workload": ..., "cluster": ..., "fingerprints": {...}, "microbatches": 4, "schedule": "1f1b", ...
+    {"version": 1, "workload": ..., "settings": {"depth": 12}, "dtype": null, "cluster": ..., "fingerprints": {...},
+     "microbatches": 4, "schedule": "1f1b", ...
      "stages": [{"mesh": {"dp": 2, "tp": 4}, "devices": [0, ...], "segments": [0, 12],
                  "layouts": {"blocks.0.mlp.up.weight": "I@dp, S(0)@tp", ...},                    stored parameters
                  "operators": {"linear_3": {"operands": ["S(0)@dp, I@tp", ...], "results": [...],
@@ -44,6 +45,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return {
         "version": plan.version,
         "workload": plan.workload,
+        "settings": dict(plan.settings),
+        "dtype": plan.dtype,
         "cluster": plan.cluster,
         "fingerprints": dict(plan.fingerprints),
         "optimizer": plan.optimizer,
@@ -103,6 +106,8 @@ def from_json(text: str, *, where: str = "plan.json") -> Plan:
         cluster=root.key("cluster").text(),
         timing=root.key("timing").mapping(_Field.number),
         notes=tuple(root.key("notes").each(_Field.text)),
+        settings=root.key("settings").mapping(lambda setting: setting.value),
+        dtype=root.key("dtype").optional_text(),
         version=version,
     )
 

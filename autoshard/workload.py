@@ -16,6 +16,7 @@ class Workload:
     loss: maps what forward returns to the scalar loss; None when forward returns the loss itself, or a mapping,
         dataclass or tuple whose "loss" (or first element) is the loss.
     name: how the workload is called in messages and headers, "models/gpt.py:gpt_tiny".
+    settings: what the callable of that name was called with, JSON values: name and settings make the workload again.
     """
 
     model: nn.Module
@@ -23,3 +24,4 @@ class Workload:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Tensor] | None = None
     name: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)

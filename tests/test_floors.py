@@ -16,7 +16,7 @@ FLOORS = (
     {"rules", "cost"},
     {"passes"},
     {"compiler"},
-    {"api", "verify", "ranks", "report", "demo"},
+    {"api", "loading", "verify", "ranks", "report", "demo"},
     {""},  # autoshard/__init__.py: the public names
     {"cli", "__main__"},
 )

@@ -51,6 +51,8 @@ def small_plan() -> Plan:
         "1x4@cpu",
         {"trace_s": 1.0, "plan_s": 2.0},
         ("a note",),
+        {"depth": 12, "sizes": [1, 2.5, None], "name": "tiny"},
+        "bfloat16",
     )
 
 
@@ -119,6 +121,8 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (put("stages/0/layouts/blocks.0.weight", "S(0)@dp"), "one placement@axis for each of the axes dp, tp"),
         (put("stages/0/layouts/blocks.0.weight", "X@dp, I@tp"), "'X' is not a placement"),
         (put("stages/0/operators/linear/implementations", []), "must have 2 entries"),
+        (put("settings", []), "settings must be an object"),
+        (put("dtype", 16), "dtype must be a string"),
         (put("baselines/0/fits", 1), "baselines[0].fits must be true or false"),
     ],
 )
