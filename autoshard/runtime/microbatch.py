@@ -25,6 +25,8 @@ class MicrobatchStep:
     batch_dims: input name -> the dim that counts samples; None for an input that every microbatch gets whole.
     """
 
+    counted_elsewhere: tuple[str, ...] = ()  # for `clip_grad_norm`: there are no other stages
+
     def __init__(
         self,
         module: nn.Module,

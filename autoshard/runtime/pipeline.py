@@ -78,6 +78,9 @@ class PipelineStep:
         self.instructions = [(word[0], int(word[1:])) for word in rows[self.index].split()]
         self.microbatches = _check_rows(rows)
         tell_microbatches(stage, self.microbatches)
+        # For `clip_grad_norm`: a tied parameter counts on the first stage that has it.
+        copies = [parameter.copies for parameter in tied]
+        self.counted_elsewhere = tuple(c[self.index][0] for c in copies if self.index in c and self.index > min(c))
 
         everyone = sorted(rank for mesh in meshes for rank in mesh.ranks)
         self.everyone, forward, backward = (dist.new_group(everyone) for _ in range(3))
