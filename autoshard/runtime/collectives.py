@@ -28,8 +28,9 @@ one rank. Every tensor is made contiguous before it is sent: collectives on stri
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -156,13 +157,15 @@ def gather_parameter(x: Tensor, dim: int, group: ProcessGroup, size: int | None 
     return whole
 
 
-def gather_again() -> torch.autograd.graph.saved_tensors_hooks:
-    """Context for a forward pass: what autograd saves of a gathered parameter is only where to gather it from.
+@contextlib.contextmanager
+def gather_again() -> Iterator[None]:
+    """Context or decorator of a forward pass: what autograd saves of a gathered parameter is only where to gather it from.
 
     Views of it (a transpose, say) included; a copy in another dtype is a tensor of its own and is kept. Enter it
     outside of torch.utils.checkpoint, which frees and recomputes everything of the region that it wraps.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_forget, _recall)
+    with torch.autograd.graph.saved_tensors_hooks(_forget, _recall):
+        yield
 
 
 def _forget(x: Tensor) -> Any:
@@ -281,6 +284,13 @@ def _shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Start and length of the shard of `rank` of a dim of `size`."""
     start = min(size, rank * _step(size, ranks))
     return start, min(_step(size, ranks), size - start)
+
+
+def shard_size(size: int, *groups: ProcessGroup) -> int:
+    """Length of this rank's shard of a dim of `size` that `groups` cut, the first one first."""
+    for group in groups:
+        size = _shard_range(size, group.size(), group.rank())[1]
+    return size
 
 
 def _lengthened(x: Tensor, dim: int, size: int) -> Tensor:

@@ -138,6 +138,20 @@ def batch_norm(
     return out, running_mean, running_var
 
 
+def sync_batch_norm(x: Tensor, norm: Any, *groups: ProcessGroup) -> Tensor:
+    """What `norm`, a torch.nn.BatchNorm in training, does to x split over the groups, by the whole batch's statistics."""
+    momentum = 0.0 if norm.momentum is None else norm.momentum
+    out, mean, variance = batch_norm(
+        x, norm.weight, norm.bias, norm.running_mean, norm.running_var, momentum, norm.eps, *groups
+    )
+    with torch.no_grad():
+        if norm.running_mean is not None and mean is not None and variance is not None:
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(variance)
+            norm.num_batches_tracked.add_(1)
+    return out
+
+
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -38,6 +38,49 @@ def placements(module: nn.Module) -> dict[str, Placement]:
     return {name: by_tensor.get(id(tensor), {}) for name, tensor in tensors.items()}
 
 
+# Making ---------------------------------------------------------------------------------------------------------------
+
+
+def materialize(
+    make: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    override: torch.dtype | None = None,
+) -> nn.Module:
+    """The module that `make` makes, with memory on `device` but no values yet.
+
+    dtype: of everything that names none. override: of everything of a floating dtype, if given. Tied parameters stay
+    tied.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            module = make()
+    finally:
+        torch.set_default_dtype(before)
+    first: dict[int, str] = {}
+    ties = [
+        (name, first[id(parameter)])
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    ]
+    module = (module if override is None else module.to(override)).to_empty(device=device)
+    for name, known in ties:
+        path, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(path), attribute, module.get_parameter(known))
+    return module
+
+
+def fill_buffers(module: nn.Module, path: str | Path) -> None:
+    """Give buffers that no checkpoint holds their values, from a file of torch.save."""
+    values: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if name in values:
+                buffer.copy_(values[name])
+
+
 # Loading --------------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +222,23 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def summed_groups(module: nn.Module, mesh: Mesh, default: Sequence[str] = ()) -> dict[str, tuple[ProcessGroup, ...]]:
+    """Parameter name -> groups over which its gradient is a partial sum, for `GradientReducer`.
+
+    A class may have a table `SUMMED`: parameter name -> axes. What no table names is summed over the axes `default`.
+    """
+    axes: dict[int, Sequence[str]] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for path, child in module.named_modules():
+        for name, listed in getattr(child, "SUMMED", {}).items():
+            axes[id(parameters[f"{path}.{name}" if path else name])] = listed
+    return {
+        name: tuple(mesh.group(axis) for axis in axes.get(id(parameter), default))
+        for name, parameter in module.named_parameters()
+        if axes.get(id(parameter), default)
+    }
 
 
 class GradientReducer:
