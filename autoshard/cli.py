@@ -7,9 +7,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.api import load_workload, plan
+from autoshard.api import plan
 from autoshard.compiler import PlanOptions, parse_mesh
 from autoshard.errors import AutoshardError, BadInput
+from autoshard.loading import load_workload
 from autoshard.plan_file import to_json
 
 app = typer.Typer(help="Plan the distributed training of a PyTorch model.", no_args_is_help=True)

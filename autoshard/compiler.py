@@ -108,4 +108,8 @@ def make_plan(
         "segment_s": timing.seconds["chain"],
         "plan_s": timing.seconds["plan"],
     }
-    return results["program"], results["chain"], replace(plan, timing=seconds, settings=workload.settings)
+    return (
+        results["program"],
+        results["chain"],
+        replace(plan, timing=seconds, settings=workload.settings, dtype=options.dtype if options else None),
+    )

@@ -55,3 +55,9 @@ class NotEqual(AutoshardError):
     """The emitted program does not compute what the original does."""
 
     exit_code = 1
+
+
+class ProgramFailed(AutoshardError):
+    """A rank of an emitted program raised or died."""
+
+    exit_code = 1

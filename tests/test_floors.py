@@ -15,8 +15,9 @@ FLOORS = (
     {"errors", "placement", "cluster", "workload", "program", "plan", "plan_file", "schedule"},
     {"rules", "cost"},
     {"passes"},
-    {"compiler"},
-    {"api", "loading", "verify", "ranks", "report", "demo"},
+    {"compiler", "plan_check", "plan_price"},
+    {"api", "loading", "compiled", "parallelize", "ranks", "report", "demo"}
+    | {"verify", "verify_folder", "verify_program", "verify_reference", "verify_twin"},
     {""},  # autoshard/__init__.py: the public names
     {"cli", "__main__"},
 )
