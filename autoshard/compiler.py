@@ -1,9 +1,9 @@
 """The compiler: a tuple of passes and the loop that runs it.
 
 A pass reads results of earlier passes by name and its own result gets its name. Printing, timing and saving are
-observers around the loop. `PLANNING` are the passes from a workload to a plan:
+observers around the loop. From a workload to files:
 
-    workload -> trace -> program -> segment -> chain -> plan
+    workload -> program -> chain -> plan -> local (a program a stage) -> modules (their text) -> files
 """
 
 import time
@@ -12,11 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from autoshard.cluster import Cluster
+from autoshard.passes.emit import emit
+from autoshard.passes.emit_constants import constant_files
+from autoshard.passes.emit_folder import folder_files
 from autoshard.passes.inter_op import InterOp
 from autoshard.passes.inter_options import MeshShape, PlanOptions, format_mesh, parse_mesh
+from autoshard.passes.local import LocalProgram
+from autoshard.passes.lower import Lower
 from autoshard.passes.segment import Chain, segment
 from autoshard.passes.trace import trace
 from autoshard.plan import Plan
+from autoshard.plan_price import given_plan
 from autoshard.program import Program
 from autoshard.workload import Workload
 
@@ -26,6 +32,8 @@ __all__ = [
     "Pass",
     "PlanOptions",
     "Timing",
+    "compile_workload",
+    "emitting",
     "format_mesh",
     "make_plan",
     "parse_mesh",
@@ -88,6 +96,57 @@ def planning(cluster: Cluster, options: PlanOptions, baselines: bool = True) -> 
         Pass("chain", ("program",), segment),
         Pass("plan", ("program", "chain"), InterOp(cluster, options, baselines)),
     )
+
+
+def given_planning(cluster: Cluster, plan: Plan) -> tuple[Pass, ...]:
+    """The passes from "workload" to "plan" where there is one already: it is checked and priced again."""
+    return (
+        *planning(cluster, PlanOptions())[:2],
+        Pass("plan", ("program", "chain"), lambda program, chain: given_plan(plan, program, chain, cluster)),
+    )
+
+
+def emitting(cluster: Cluster) -> tuple[Pass, ...]:
+    """The passes from "plan" to "files"."""
+    return (
+        Pass("local", ("program", "chain", "plan"), Lower(cluster)),
+        Pass("modules", ("program", "plan", "local"), emit),
+        Pass("files", ("workload", "program", "plan", "local", "modules"), _folder),
+    )
+
+
+def _folder(
+    workload: Workload, program: Program, plan: Plan, local: LocalProgram, modules: Mapping[str, str]
+) -> Mapping[str, str | bytes]:
+    """Every file of the emitted folder. Weights are written where the workload has them."""
+    state = {name: value.detach() for name, value in workload.model.state_dict().items()}
+    constants = constant_files(program, local, workload.model)
+    return folder_files(program, plan, {**modules, **constants}, state)
+
+
+def compile_workload(
+    workload: Workload,
+    cluster: Cluster,
+    options: PlanOptions | None = None,
+    plan: Plan | None = None,
+    observers: Sequence[Observer] = (),
+    baselines: bool = True,
+) -> tuple[Program, Chain, Plan, Mapping[str, str | bytes]]:
+    """Plan a workload, or take a plan that was made before, and write its files: name -> content.
+
+    Raises every AutoshardError but NotEqual.
+    """
+    timing = Timing({})
+    if plan is None:
+        program, chain, plan = make_plan(workload, cluster, options, (*observers, timing), baselines)
+    else:
+        planned = run_passes(given_planning(cluster, plan), {"workload": workload}, (*observers, timing))
+        program, chain, plan = planned["program"], planned["chain"], planned["plan"]
+    given = {"workload": workload, "program": program, "chain": chain, "plan": plan}
+    results = run_passes(emitting(cluster), given, (*observers, timing))
+    emit_s = sum(timing.seconds[step.name] for step in emitting(cluster))
+    plan = replace(plan, timing={**plan.timing, "emit_s": emit_s})
+    return program, chain, plan, results["files"]
 
 
 def make_plan(

@@ -338,6 +338,8 @@ class StageWriter:
         for child in self.children.get(path, []):
             expression = self._child(f"{prefix}{child}", axes)
             lines.append(f"self.{child} = {expression}" if child.isidentifier() else f'self.add_module("{child}", {expression})')
+        for leaf in self._leaves_below(path):
+            lines += self._uneven_leaf(path, leaf, axes)
         for stored in self.stage.stored:
             lines += self._ties(path, stored)
             below = stored.name[len(prefix) :] if stored.name.startswith(prefix) else ""
@@ -401,6 +403,27 @@ class StageWriter:
         if len(dtypes) == 1 and self.dtype not in dtypes:
             given.append(f"dtype={dtypes.pop()}")
         return f"nn.{kind.name}({', '.join(given)})"
+
+    def _leaves_below(self, path: str) -> list[str]:
+        """Paths of torch.nn's modules that the class at `path` makes."""
+        every = {name.rpartition(".")[0] for name in self.stored}
+        return sorted(p for p in every if p and self._is_leaf(p) and self._nearest(p) == path)
+
+    def _uneven_leaf(self, path: str, leaf: str, axes: set[str]) -> list[str]:
+        """Lines that replace what is not cut as the module's weight is, by which its constructor goes."""
+        own = {name.rpartition(".")[2]: one for name, one in self.stored.items() if name.rpartition(".")[0] == leaf}
+        weight = own.get("weight")
+        lines = []
+        for name, one in own.items():
+            if weight is None or name == "weight" or not one.dims or one.dims == weight.dims[: len(one.dims)]:
+                continue
+            sizes = ", ".join(self._size(extent, axes) for extent in one.dims)
+            module = self.module(path, leaf)
+            if one.is_buffer:
+                lines.append(f'{module}.register_buffer("{name}", torch.empty({sizes}))')
+            else:
+                lines.append(f"{module}.{name} = nn.Parameter(torch.empty({sizes}))")
+        return lines
 
     def _arguments(self, path: str, target: str) -> Mapping[str, Any]:
         """Arguments of the operator that a torch.nn module calls in this stage."""

@@ -18,6 +18,7 @@ from autoshard.passes.local import (
     LocalNode,
     LocalProgram,
     LocalStage,
+    LocalTensor,
     LocalTied,
     StoredTensor,
 )
@@ -222,10 +223,7 @@ def _stage(
     kept = _needed(nodes, {*outputs, *stage.updates.values()})
     total_nodes = _needed(nodes, set(stage.totals.values()))
     received = {c.value: c.name for c in crossings if c.crossing.target == number}
-    tensors = {
-        name: tensor if tensor.kind != "received" or tensor.value is None else replace(tensor, attribute=received[tensor.value])
-        for name, tensor in stage.tensors.items()
-    }
+    tensors = {name: _called(tensor, received, held) for name, tensor in stage.tensors.items()}
     read = {ref for node in (*kept, *total_nodes) for ref in node.operands()} | set(outputs)
     inputs = [name for name, tensor in tensors.items() if tensor.kind == "input" and name in read]
     order = list(stage.program.inputs)
@@ -237,6 +235,19 @@ def _stage(
         number, stage.plan.mesh, kept, tensors, tuple(inputs), outputs, tuple(stored), stage.updates, total_nodes,
         stage.totals, remat, any(node.target == "gather_parameter" for node in kept),
     )  # fmt: skip
+
+
+def _called(
+    tensor: LocalTensor, received: Mapping[Value, str], held: Mapping[str, tuple[str, ...]]
+) -> LocalTensor:
+    """A tensor under the name that it has in this stage."""
+    if tensor.value is None:
+        return tensor
+    if tensor.kind == "received":
+        return replace(tensor, attribute=received[tensor.value])
+    if tensor.kind in ("parameter", "buffer"):
+        return replace(tensor, attribute=held[tensor.value.node][0])
+    return tensor
 
 
 def _needed(nodes: Sequence[LocalNode], wanted: set[str]) -> tuple[LocalNode, ...]:
