@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard import compiler
 from autoshard.cluster import Cluster, parse_cluster
 from autoshard.compiled import Compiled, read_plan
-from autoshard.compiler import Observer, PlanOptions, make_plan, parse_mesh
+from autoshard.compiler import Observer, PlanOptions, compile_workload, make_plan, parse_mesh
 from autoshard.cost.memory import OPTIMIZER_STATES
 from autoshard.errors import BadInput
 from autoshard.loading import check_dtype, load_workload, with_dtype
+from autoshard.passes.segment import segment
+from autoshard.passes.trace import trace
 from autoshard.plan import Plan
+from autoshard.plan_price import given_plan
 from autoshard.workload import Workload
 
 
@@ -49,7 +52,6 @@ def compile(
     Raises every AutoshardError but NotEqual: BadInput for what cannot be used as given, InfeasiblePlan where nothing
     fits.
     """
-    given = None if plan is None else plan if isinstance(plan, Plan) else read_plan(Path(plan))
     options = plan_options(
         mesh=mesh,
         stages=stages,
@@ -57,33 +59,66 @@ def compile(
         schedule=schedule,
         pins=pins,
         cut_before=cut_before,
-        optimizer=optimizer if given is None else given.optimizer,
+        optimizer=optimizer,
         dtype=dtype,
         memory_limit=memory_limit,
         time_limit=time_limit,
     )
-    if given is not None:
-        _check_free(mesh=mesh, stages=stages, microbatches=microbatches, pins=pins, cut_before=cut_before)
-        settings = {**given.settings, **(settings or {})}
-        dtype = dtype or given.dtype
-    found = find_workload(workload, settings, dtype)
-    where = find_cluster(cluster, given)
-    program, _, made, files = compiler.compile_workload(found, where, options, plan=given, observers=observers)
-    return Compiled(made, files, found, program)
+    request = _request(workload, cluster, options, plan, settings)
+    program, _, made, files = compile_workload(
+        request.workload, request.cluster, request.options, plan=request.plan, observers=observers
+    )
+    return Compiled(made, files, request.workload, program)
 
 
 def plan(
     workload: Workload | str,
-    cluster: Cluster | str | Path,
+    cluster: Cluster | str | Path | None = None,
     options: PlanOptions | None = None,
     *,
+    plan: Plan | str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Plan:
-    """The plan alone, as `compile` would make it. Raises AutoshardError."""
-    options = options or PlanOptions()
-    found = find_workload(workload, settings, options.dtype)
-    return make_plan(found, find_cluster(cluster, None), options, observers)[2]
+    """The plan alone, as `compile` with these options would make it, or check and price it. Raises AutoshardError."""
+    request = _request(workload, cluster, options or PlanOptions(), plan, settings)
+    if request.plan is None:
+        return make_plan(request.workload, request.cluster, request.options, observers)[2]
+    program = trace(request.workload)
+    return given_plan(request.plan, program, segment(program), request.cluster)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be planned, or carried out where a plan is given."""
+
+    workload: Workload
+    cluster: Cluster
+    options: PlanOptions
+    plan: Plan | None
+
+
+def _request(
+    workload: Workload | str,
+    cluster: Cluster | str | Path | None,
+    options: PlanOptions,
+    plan: Plan | str | Path | None,
+    settings: Mapping[str, Any] | None,
+) -> _Request:
+    if plan is None:
+        return _Request(find_workload(workload, settings, options.dtype), find_cluster(cluster, None), options, None)
+    given = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+    for name in ("mesh", "stages", "microbatches", "pins", "cut_before"):
+        if getattr(options, name) not in (None, {}, ()):
+            raise BadInput(f"{name} is given beside a plan, which decides it", help=f"leave {name} out, or the plan")
+    options = replace(options, optimizer=given.optimizer, dtype=options.dtype or given.dtype)
+    where = find_cluster(cluster, given)
+    if options.memory_limit_bytes is not None:
+        where = where.with_memory_limit(options.memory_limit_bytes)
+    found = find_workload(workload, {**given.settings, **(settings or {})}, options.dtype)
+    return _Request(
+        found, where, options, replace(given, workload=found.name, settings=found.settings, dtype=options.dtype)
+    )
 
 
 def plan_options(
@@ -153,9 +188,3 @@ def find_cluster(cluster: Cluster | str | Path | None, given: Plan | None) -> Cl
                 f"the plan's cluster, {given.cluster}, was described in a file", help="give the cluster beside the plan"
             )
     return cluster if isinstance(cluster, Cluster) else parse_cluster(cluster)
-
-
-def _check_free(**fixed: Any) -> None:
-    for name, value in fixed.items():
-        if value is not None:
-            raise BadInput(f"{name} is given beside a plan, which decides it", help=f"leave {name} out, or the plan")

@@ -15,6 +15,7 @@ from autoshard.program import Program
 from autoshard.workload import Workload
 
 PLAN = "plan.json"
+_OURS_ONLY = ("stage_*.py", "weights.pt")  # of an earlier compile: not to be left beside a program that has none
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Compiled:
         """Write the files into `folder`, made if need be; returns it.
 
         A folder that an earlier compile wrote (it has a readable plan.json) is written anew: its files of the same
-        names are replaced, stages that are no more are removed, and whatever else is in it stays. All files are
-        written beside it first, and then renamed into it, plan.json last.
+        names are replaced, stages and weights that are no more are removed, and whatever else is in it stays. All
+        files are written beside it first, and then renamed into it, plan.json last.
         Raises BadInput for a folder that is not empty and not ours, and where it cannot be written.
         """
         target = Path(folder)
@@ -102,9 +103,10 @@ def _replace_files(draft: Path, target: Path) -> None:
     for name in sorted(names, key=lambda name: name == Path(PLAN)):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(draft / name, target / name)
-    for stale in target.glob("stage_*.py"):
-        if Path(stale.name) not in names:
-            stale.unlink()
+    for pattern in _OURS_ONLY:
+        for stale in target.glob(pattern):
+            if Path(stale.name) not in names:
+                stale.unlink()
 
 
 def _umask() -> int:

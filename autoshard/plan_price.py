@@ -48,7 +48,7 @@ def given_plan(plan: Plan, program: Program, chain: Chain, cluster: Cluster) -> 
         plan,
         stages=stages,
         predicted=predicted(stages, plan.microbatches, plan.schedule, transfers_s),
-        baselines=(),
+        baselines=plan.baselines if plan.fingerprints.get("cluster") == cluster.fingerprint else (),
         solver=Quality(0.0, 0.0, "given"),
         idle_devices=tuple(device for device in range(cluster.size) if device not in used),
         fingerprints=fingerprints(program, cluster),

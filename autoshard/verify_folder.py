@@ -201,6 +201,9 @@ class _NoDropout(torch.overrides.TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if func in _NATIVE_DROPOUTS:
+            x = args[0] if args else kwargs["input"]
+            return x, torch.ones_like(x, dtype=torch.bool)
         if func is torch.nn.functional.scaled_dot_product_attention:
             args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs}
             if "dropout_p" in kwargs:
@@ -218,8 +221,10 @@ _DROPOUTS = frozenset(
         torch.nn.functional.feature_alpha_dropout,
         torch.dropout,
         torch.feature_dropout,
+        torch.ops.aten.dropout.default,
     }
 )
+_NATIVE_DROPOUTS = frozenset({torch.native_dropout, torch.ops.aten.native_dropout.default})
 
 
 def no_dropout() -> contextlib.AbstractContextManager[Any]:

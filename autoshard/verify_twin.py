@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autoshard import compiler
 from autoshard.cluster import parse_cluster
+from autoshard.compiler import compile_workload
 from autoshard.errors import AutoshardError, BadInput
 from autoshard.loading import integer_arguments, load_workload, takes_argument
 from autoshard.passes.inter_options import MeshShape, PlanOptions, format_mesh
@@ -95,7 +95,7 @@ def _compiled(workload: Workload, small: Workload, plan: Plan, shape: MeshShape,
         pins=_pins(plan, shape, names),
     )
     cluster = parse_cluster(f"1x{product([size for _, size in shape]) * stages}@cpu")
-    program, _, made, files = compiler.compile_workload(small, cluster, options)
+    program, _, made, files = compile_workload(small, cluster, options)
     before = {**integer_arguments(workload.name), **workload.settings} if workload.name else {}
     changed = [
         f"{name}={value}" for name, value in small.settings.items() if name != "device" and before.get(name) != value

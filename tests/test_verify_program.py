@@ -88,7 +88,7 @@ def test_mistakes_in_the_folder_are_told_with_their_line(
 def test_a_folder_must_be_one_of_ours(compiled: Compiled, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no folder"):
         verify(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match="has no model.py"):
+    with pytest.raises(BadInput, match=r"has no model\.py"):
         verify(tmp_path)
     write_files({**compiled.files, "plan.json": "{}"}, tmp_path)
     with pytest.raises(BadPlan, match="version is missing"):
