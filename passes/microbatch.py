@@ -203,8 +203,14 @@ class _Propagation:
             f"{value} {list(type_.shape)} {self.states[value].placement}"
             for value, type_ in zip(values, op.operands, strict=True)
         )
+        shapes = ", ".join(str(list(type_.shape)) for type_ in op.results)
+        what = (
+            f"couples the samples of a batch ({arriving})"
+            if arriving
+            else f"makes a tensor of {shapes} that tells the samples of a batch apart by their place in it"
+        )
         raise CoupledSamples(
-            f"{op.name} couples the samples of a batch ({arriving})",
+            f"{op.name} {what}",
             where=place(node),
             help="use one microbatch (--microbatches 1), or compute this for each sample by itself",
         )

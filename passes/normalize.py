@@ -1,8 +1,9 @@
 """One spelling for everything: the traced graph becomes functional ATen, without views, idle copies and checks.
 
 After it every reshaping is `aten.reshape.default`, every cast `aten._to_copy.default(x, dtype=...)`; factories state
-their dtype and no device; mean-reduced cross entropies are a sum divided by a count of the targets, so that a rank or
-microbatch with fewer valid targets weighs less; nothing is left that no output needs.
+their dtype, and neither a device nor a tensor to be like; mean-reduced cross entropies are a sum divided by a count of
+the targets, so that a rank or microbatch with fewer valid targets weighs less; no lookup counts a whole dim, so that
+samples need no numbers; nothing is left that no output needs.
 """
 
 import operator
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autoshard.errors import UntraceableModel
+from autoshard.passes.normalize_build import same_shape, same_size
+from autoshard.passes.normalize_index import drop_counting_indices
 from autoshard.passes.normalize_loss import sum_losses
 from autoshard.program import is_operator, is_tensor, place
 
@@ -43,6 +46,13 @@ _NEUTRAL: Mapping[Any, float] = {
 _WITHOUT_GRADIENT = frozenset(
     {aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 )
+_NEW: Mapping[Any, Any] = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
+"""What fills a size with the dtype of a tensor: that tensor, whose values do not matter, is no operand of it."""
 _DROPPED_KWARGS = ("device", "pin_memory", "layout", "non_blocking", "memory_format")
 
 
@@ -53,6 +63,7 @@ def normalize(graph: fx.Graph) -> None:
     propagate_needs_grad(graph)
     _spell(graph)
     sum_losses(graph)
+    drop_counting_indices(graph)
     _share_sizes(graph)
     drop_dead(graph)
     propagate_needs_grad(graph)
@@ -80,18 +91,6 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
-
-
-def same_size(left: Any, right: Any) -> bool:
-    """Whether two sizes are equal for every input, without adding a guard."""
-    if isinstance(left, torch.SymInt) and isinstance(right, torch.SymInt):
-        return bool(left.node.expr == right.node.expr)
-    return not isinstance(left, torch.SymInt) and not isinstance(right, torch.SymInt) and int(left) == int(right)
-
-
-def same_shape(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have equal shapes for every input."""
-    return left.dim() == right.dim() and all(same_size(a, b) for a, b in zip(left.shape, right.shape, strict=True))
 
 
 def _drop_checks(graph: fx.Graph) -> None:
@@ -158,6 +157,10 @@ def _spell(graph: fx.Graph) -> None:
             continue
         if node.target in _RESHAPES:
             node.target = aten.reshape.default
+        if node.target in _NEW:
+            node.target, node.args = _NEW[node.target], node.args[1:]
+        if node.target is aten.type_as.default:
+            node.target, node.args = aten._to_copy.default, node.args[:1]
         if node.target in _MULTIPLE:
             _MULTIPLE[node.target](graph, node)
             continue
@@ -172,7 +175,7 @@ def _spell(graph: fx.Graph) -> None:
 
 def _equal_operand(node: fx.Node) -> fx.Node | None:
     """The operand that `node` merely repeats, or None."""
-    source = node.args[0] if node.args else None
+    source = node.args[1 if node.target is aten.slice_scatter.default else 0] if node.args else None
     value = node.meta["val"]
     if not isinstance(source, fx.Node) or not is_tensor(value) or not is_tensor(source.meta.get("val")):
         return None
@@ -187,6 +190,8 @@ def _equal_operand(node: fx.Node) -> fx.Node | None:
     if target is aten.slice.Tensor:
         step = node.args[4] if len(node.args) > 4 else 1
         return source if step == 1 else None
+    if target is aten.slice_scatter.default:  # the whole dim is written over
+        return source
     if target is aten.dropout.default:
         return source if not node.args[2] or node.args[1] == 0.0 else None
     if target in _NEUTRAL:

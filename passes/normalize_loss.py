@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoshard.passes.normalize_build import Builder
 from autoshard.program import is_operator
 
 aten = torch.ops.aten
@@ -20,27 +21,6 @@ aten = torch.ops.aten
 _CROSS_ENTROPY = aten.cross_entropy_loss.default
 _NLL = frozenset({aten.nll_loss.default, aten.nll_loss_nd.default, aten.nll_loss2d.default})
 _MEAN, _SUM = 1, 2
-
-
-class _Builder:
-    """Adds calls before a node, with its frames and fake values."""
-
-    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
-        self.graph, self.like = graph, like
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with fake_mode(self.like.meta["val"]):
-            node.meta["val"] = target(*values[0], **values[1])
-        node.meta["frames"] = self.like.meta.get("frames", ())
-        node.meta["needs_grad"] = False
-        return node
-
-
-def fake_mode(value: Any) -> Any:
-    """The mode that a traced value belongs to."""
-    return value.fake_mode
 
 
 def sum_losses(graph: fx.Graph) -> None:
@@ -60,7 +40,7 @@ def _sum_loss(graph: fx.Graph, node: fx.Node) -> None:
     assert isinstance(scores, fx.Node) and isinstance(target, fx.Node)
     rest = (_argument(node, 5, "label_smoothing", 0.0),) if node.target is _CROSS_ENTROPY else ()
     with graph.inserting_before(node):
-        build = _Builder(graph, node)
+        build = Builder(graph, node)
         total = build.call(node.target, scores, target, weight, _SUM, ignore, *rest)
         total.meta["needs_grad"] = node.meta.get("needs_grad", False)
         count = _count(build, scores.meta["val"], target, weight, ignore)
@@ -70,7 +50,7 @@ def _sum_loss(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _count(build: _Builder, scores: Tensor, target: fx.Node, weight: fx.Node | None, ignore: int) -> fx.Node:
+def _count(build: Builder, scores: Tensor, target: fx.Node, weight: fx.Node | None, ignore: int) -> fx.Node:
     if target.meta["val"].dtype.is_floating_point:
         one_class = build.call(aten.select.int, target, 1 if scores.dim() > 1 else 0, 0)
         return build.call(aten.sum.default, build.call(aten.ones_like.default, one_class))

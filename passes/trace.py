@@ -5,7 +5,6 @@ the training mode is put back. A model on the meta device is traced there, witho
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from autoshard.errors import BadInput
 from autoshard.passes.normalize import normalize
 from autoshard.passes.trace_blocks import CannotSplice, find_stacks, shortened, splice
 from autoshard.passes.trace_draft import Draft, Names, draft, read_names, renamed
-from autoshard.passes.trace_export import PREFIX, Exported, Signature, check_workload, export, read_signature
+from autoshard.passes.trace_export import PREFIX, Exported, Signature, batch_of, check_workload, export, read_signature
 from autoshard.passes.trace_frames import FrameReader, class_name
 from autoshard.passes.trace_fx import symbolic
 from autoshard.program import Buffer, Input, Parameter, Program, TensorType, tensor_type
@@ -97,8 +96,7 @@ def _program(
             parameters[node.name] = Parameter(name, tuple(aliases.get(name, ())), kind, tensor.requires_grad)
         else:
             buffers[node.name] = Buffer(name, kind, name in names.persistent, new_values.get(name))
-    sizes = Counter(tensor.shape[0] for tensor in signature.tensors if tensor.dim())
-    batch = sizes.most_common(1)[0][0] if sizes else 0
+    batch = batch_of(signature.tensors)
     inputs = {
         node.name: Input(
             name,

@@ -10,6 +10,7 @@ import os
 import re
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,7 @@ class Harness(nn.Module):
         self.results = Results()
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        _one_batch(tensors, self.signature.tensors)
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, str) else leaf[1] for leaf in self.signature.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.signature.spec)
@@ -174,6 +176,25 @@ class Harness(nn.Module):
                 outputs.append(None)
         self.results.outputs, self.results.dropped = tuple(outputs), tuple(dropped)
         return tensors
+
+
+def batch_of(tensors: Sequence[Tensor]) -> int:
+    """How many samples a batch has: the size that most inputs have as dim 0; 0 without inputs."""
+    sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.dim())
+    return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def _one_batch(tensors: Sequence[Tensor], examples: Sequence[Tensor]) -> None:
+    """Every dim that counts samples is of one size, one symbol: left to itself, export learns it only where it must.
+
+    A mask that is looked up by the numbers of the samples of another input, say, would have a batch of its own.
+    """
+    batch = batch_of(examples)
+    first: Any = None
+    for tensor, example in zip(tensors, examples, strict=True):
+        if example.dim() and example.shape[0] == batch:
+            first = tensor.shape[0] if first is None else first
+            torch._check(tensor.shape[0] == first)
 
 
 def plain(value: Any) -> Any:
