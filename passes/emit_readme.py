@@ -87,7 +87,7 @@ def _sentence(plan: Plan) -> str:
     idle = f" Devices {', '.join(map(str, plan.idle_devices))} of the cluster stay idle." if plan.idle_devices else ""
     gap = "No plan" if plan.solver.gap <= 1e-6 else f"No plan more than {plan.solver.gap:.1%}"
     proof = f"{gap} among those that the search was left to choose from is faster by its prices."
-    return f"{stages}, {parts}{schedule}, optimizer {plan.optimizer}. {proof}{idle}"
+    return f"{stages}, {parts}{schedule}, optimizer {plan.optimizer}.\n{proof}{idle}"
 
 
 def _stage_row(number: int, stage: StagePlan) -> tuple[str, ...]:
