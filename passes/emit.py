@@ -14,9 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from autoshard import schedule
 from autoshard.passes.emit_classes import ClassText, StageText, StageWriter
+from autoshard.passes.emit_expression import Expression
 from autoshard.passes.emit_format import formatted
 from autoshard.passes.emit_scope import expression_text, symbols_of
-from autoshard.passes.emit_ops import Expression
 from autoshard.passes.local import LocalCrossing, LocalProgram, LocalStage
 from autoshard.passes.lower_convert import size_words, time_words
 from autoshard.plan import Plan
@@ -62,8 +62,7 @@ def emit(program: Program, plan: Plan, local: LocalProgram) -> dict[str, str]:
     }
     if len(local.stages) == 1:
         stage, text = local.stages[0], texts[0]
-        needed = {("collectives", name) for name in ()}
-        imports = _imports(text.imports | needed, text.classes, _wiring_imports("microbatch", "MicrobatchStep", constants))
+        imports = _imports(text.imports, text.classes, _wiring_imports("microbatch", "MicrobatchStep", constants))
         model = environment.get_template("model.py.jinja").render(
             **common,
             header=_header(program, plan, letters),
@@ -92,7 +91,7 @@ def _pipeline(
     for stage, text in zip(local.stages, texts, strict=True):
         name = f"stage_{stage.number}"
         header = [
-            f"Stage {stage.number} of {len(texts)}, emitted by autoshard {VERSION} from {program.source}. Yours to edit.",
+            f"Stage {stage.number} of {len(texts)} of {program.source}, emitted by autoshard {VERSION}. Yours to edit.",
             f"Mesh: {stage.mesh}. {_legend(letters, program)}",
         ]
         source = environment.get_template("stage.py.jinja").render(
@@ -110,7 +109,9 @@ def _pipeline(
     imports = _imports(
         {(wiring.module, "") for wiring in wirings} | {("functools", ""), ("collections.abc", "Mapping"), ("dist", "")},
         (),
-        _wiring_imports("pipeline", "PipelineStep", bool(common["constants"]), "Crossing", *(["Tied"] if local.tied else [])),
+        _wiring_imports(
+            "pipeline", "PipelineStep", bool(common["constants"]), "Crossing", *(["Tied"] if local.tied else [])
+        ),
     )
     wanted = list(dict.fromkeys(s for c in local.crossings for e in c.dims for s in symbols_of(e.size)))
     tied = [f"Tied({tuple(t.shape)!r}, {dict(t.copies)!r})" for t in local.tied]
@@ -148,7 +149,9 @@ def _read(program: Program, symbol: str) -> str:
 def _shapes(crossings: Iterable[LocalCrossing], letters: Mapping[Any, str]) -> list[str]:
     found: dict[str, str] = {}
     for crossing in crossings:
-        sizes = [expression_text(extent.size, lambda s: Expression(_letter(s, letters))).text for extent in crossing.dims]
+        sizes = [
+            expression_text(extent.size, lambda s: Expression(_letter(s, letters))).text for extent in crossing.dims
+        ]
         shape = f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
         dtype = f"dtype or {crossing.dtype}" if crossing.dtype.is_floating_point else str(crossing.dtype)
         found[crossing.name] = f'"{crossing.name}": ({shape}, {dtype})'
@@ -259,14 +262,18 @@ def _imports(
     if tensors or modules:
         torch_lines.append(f"from torch import {', '.join([*tensors, *modules])}")
     torch_lines += ["from torch.distributed import ProcessGroup"] if ("ProcessGroup", "") in names else []
-    torch_lines += ["from torch.utils.checkpoint import checkpoint"] if ("torch.utils.checkpoint", "checkpoint") in names else []
+    torch_lines += (
+        ["from torch.utils.checkpoint import checkpoint"] if ("torch.utils.checkpoint", "checkpoint") in names else []
+    )
     special = {*_STANDARD, "torch", "dist", "F", "nn", "ProcessGroup", "torch.utils.checkpoint"}
     neighbours: dict[str, list[str]] = {}
     for module, name in sorted(names):
         if module not in special:
             neighbours.setdefault(module, []).append(name)
     plain = [f"import {module}" for module, listed in neighbours.items() if listed == [""]]
-    own = [f"from {module} import {', '.join(_sorted(listed))}" for module, listed in neighbours.items() if listed != [""]]
+    own = [
+        f"from {module} import {', '.join(_sorted(listed))}" for module, listed in neighbours.items() if listed != [""]
+    ]
     blocks = [block for block in (standard, torch_lines, [*plain, *own]) if block]
     return [line for number, block in enumerate(blocks) for line in ([""] if number else []) + block]
 

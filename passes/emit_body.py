@@ -5,20 +5,18 @@ expression that uses it, as the user wrote it. A name is used again once its val
 """
 
 import keyword
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from autoshard.passes import emit_ops, emit_views
-from autoshard.passes.emit_ops import ATOM, BATCH_NORM_RESULTS, Expression
+from autoshard.passes.emit_expression import ATOM, PRODUCT, Expression
+from autoshard.passes.emit_helpers import BATCH_NORM_RESULTS
+from autoshard.passes.emit_items import is_list, plain_name, reads, shape_text, write
+from autoshard.passes.emit_names import LineNames
 from autoshard.passes.emit_scope import Needs, Source, expression_text, find_source, size_text, symbols_of
 from autoshard.passes.emit_tree import Body, Item, Leaf, Plain, owned
-from autoshard.passes.local import Extent, LocalStage, LocalTensor, Ref
-from autoshard.passes.source_lines import SourceLine, source_line
+from autoshard.passes.local import Extent, LocalStage, LocalTensor
 
-WRITERS = {**emit_ops.WRITERS, **emit_views.WRITERS}
 LONGEST = 90  # of an expression that is written inside another
 RESERVED = frozenset({"self", "torch", "F", "nn", "Tensor", "checkpoint", "dist", *keyword.kwlist, *dir(__builtins__)})
 
@@ -84,6 +82,7 @@ class Writer:
         self.inlined: dict[str, Expression] = {}
         self.plans = [self._plan(index) for index in range(len(body.items))]
         self.readers = self._readers()
+        self.lines = LineNames(body, stage, self.readers)
         self.position = 0
 
     # ---------------------------------------------------------------- what an item needs
@@ -121,7 +120,7 @@ class Writer:
         """Tensor -> items that read it, with repetition; len(items) is the end."""
         readers: dict[str, list[int]] = {}
         for index, item in enumerate(self.body.items):
-            for name in _uses(item):
+            for name in reads(item):
                 readers.setdefault(name, []).append(index)
             for name in self.plans[index].tensors():
                 readers.setdefault(name, []).extend([index, index])  # twice: it must have a name
@@ -130,80 +129,6 @@ class Writer:
         return readers
 
     # ---------------------------------------------------------------- names
-
-    def line(self, index: int) -> SourceLine:
-        return source_line(self.body.items[index].line)
-
-    @cached_property
-    def groups(self) -> list[int]:
-        """Item -> number of the user's line it belongs to; each round of a loop counts as a line of its own."""
-        numbers: list[int] = []
-        called: set[str] = set()
-        for index, item in enumerate(self.body.items):
-            path = re.sub(r"\b\d+\b", "*", item.path) if isinstance(item, (Body, Leaf)) else ""
-            again = bool(path) and path in called
-            same = index > 0 and self._is_line(index - 1, index)
-            if same and not again:
-                numbers.append(numbers[-1])
-            else:
-                numbers.append(index)
-                called = set()
-                for before in range(index - 1, -1, -1):  # changes of what this round reads belong to it
-                    earlier = self.body.items[before]
-                    if not (again and isinstance(earlier, Plain) and earlier.node.converts):
-                        break
-                    numbers[before] = index
-            called |= {path} - {""}
-        return numbers
-
-    def _is_line(self, left: int, right: int) -> bool:
-        a, b = self.body.items[left].line, self.body.items[right].line
-        return bool(a.line) and a.file == b.file and (
-            a.line == b.line or (self.line(left).first_line == self.line(right).first_line != 0)
-        )
-
-    def _same_line(self, left: int, right: int) -> bool:
-        return right < len(self.body.items) and self.groups[left] == self.groups[right] and self._is_line(left, right)
-
-    def hints(self) -> dict[str, str]:
-        """Tensor -> what the user calls it."""
-        found: dict[str, str] = {}
-        start = 0
-        while start < len(self.body.items):
-            stop = start + 1
-            while stop < len(self.body.items) and self.groups[start] == self.groups[stop]:
-                stop += 1
-            self._line_hints(start, stop, found)
-            start = stop
-        for index, item in enumerate(self.body.items):
-            if isinstance(item, Plain):
-                for name, hint in zip((n for n in item.results), self._inner_hints(item), strict=False):
-                    if name and hint:
-                        found.setdefault(name, hint)
-        return found
-
-    def _line_hints(self, start: int, stop: int, found: dict[str, str]) -> None:
-        targets = self.line(start).targets
-        if not targets:
-            return
-        made = [
-            name
-            for item in self.body.items[start:stop]
-            for name in item.results
-            if name and any(reader >= stop for reader in self.readers.get(name, []))
-        ]
-        if len(made) == len(targets):
-            found.update({name: target for name, target in zip(made, targets, strict=True) if target})
-        elif len(targets) == 1 and made:
-            found[made[-1]] = targets[0]
-
-    def _inner_hints(self, item: Plain) -> Sequence[str]:
-        if item.node.target == "gather_parameter":
-            ref = item.node.arguments["x"].name
-            attribute = self.stage.tensors[ref].attribute.split(".")
-            return ["_".join(part for part in attribute[-2:] if not part.isdigit())]
-        pieces = item.node.target.startswith(("aten.split", "aten.chunk", "aten.unbind"))
-        return ("first", "second", "third", "fourth")[: len(item.results)] if pieces and len(item.results) <= 4 else ()
 
     def _free(self, hint: str, live: set[str]) -> str:
         base = hint if hint.isidentifier() and hint not in RESERVED else "x"
@@ -250,7 +175,7 @@ class Writer:
             text = f"{self.ref(name).within(ATOM)}.shape[{dim}]"
             for axis in read.axes:
                 text = f"{text} * {self.group(axis)}.size()"
-            return Expression(text, emit_ops.PRODUCT if read.axes else ATOM)
+            return Expression(text, PRODUCT if read.axes else ATOM)
 
         return expression_text(size, atom), Extent(size)
 
@@ -278,9 +203,9 @@ class Writer:
         """The whole forward."""
         parameters = self._parameters()
         self.bound.update(zip(self.body.inputs, parameters, strict=True))
-        hints = self.hints()
+        hints = self.lines.hints()
         statements: list[Statement] = []
-        last = self._last_uses()
+        last = self._lastreads()
         for index, item in enumerate(self.body.items):
             self.position = index
             statement = self._statement(index, item, hints, last)
@@ -306,7 +231,7 @@ class Writer:
             if len(candidates) > 1:
                 similar = self.paths.hints.get(name)
                 candidates = [c for c in candidates if c == similar] or candidates
-            hint = candidates[0] if candidates else self.paths.hints.get(name) or _plain(tensor)
+            hint = candidates[0] if candidates else self.paths.hints.get(name) or plain_name(tensor)
             found[name] = self._free(hint, taken)
         return tuple(found[name] for name in self.body.inputs)
 
@@ -314,10 +239,10 @@ class Writer:
         first = next((reader for reader in self.readers.get(name, []) if reader < len(self.body.items)), None)
         if first is None:
             return []
-        line = self.line(first)
+        line = self.lines.line(first)
         return [load for load in dict.fromkeys(line.loads) if load in line.parameters]
 
-    def _last_uses(self) -> dict[str, int]:
+    def _lastreads(self) -> dict[str, int]:
         """Tensor -> the item after which nothing reads it, through what is written inside other items."""
         last = {name: max(readers) for name, readers in self.readers.items()}
         into: dict[int, int] = {}
@@ -346,23 +271,16 @@ class Writer:
         end = len(self.body.items)
         if reader == end:
             return end if len(self.body.outputs) == 1 else None
-        if self._same_line(index, reader):
+        if self.lines.same_line(index, reader):
             return reader
         converter = self.body.items[reader]
-        if isinstance(converter, Plain) and converter.node.converts and not self._named(index):
+        if isinstance(converter, Plain) and converter.node.converts and not self.lines.is_named(index):
             return reader
-        if not self._named(index) and reader - index <= 12:
+        if not self.lines.is_named(index) and reader - index <= 12:
             return reader
         return None
 
-    def _named(self, index: int) -> bool:
-        return bool(self.line(index).targets) or bool(
-            isinstance(self.body.items[index], Plain) and self._inner_hints(self.body.items[index])  # type: ignore[arg-type]
-        )
-
-    def _statement(
-        self, index: int, item: Item, hints: Mapping[str, str], last: Mapping[str, int]
-    ) -> Statement | None:
+    def _statement(self, index: int, item: Item, hints: Mapping[str, str], last: Mapping[str, int]) -> Statement | None:
         expression = self._expression(item)
         results = list(item.results)
         if isinstance(item, Plain) and item.node.target in ("batch_norm", *_FUNCTIONAL_NORMS):
@@ -392,7 +310,7 @@ class Writer:
             at = results.index(made[0])
             text = f"{targets[at]} = {expression.within(ATOM)}[{at}]"
             return Statement(text, self._comments(item), (targets[at],), (made[0],), self._note(item, made))
-        comma = "," if len(targets) == 1 and len(results) == 1 and _is_list(item) else ""
+        comma = "," if len(targets) == 1 and len(results) == 1 and is_list(item) else ""
         text = f"{', '.join(targets)}{comma} = {expression.text}"
         return Statement(text, self._comments(item), tuple(targets), tuple(results), self._note(item, made))
 
@@ -400,7 +318,7 @@ class Writer:
         """Tensors that expressions written inside later items still read."""
         for earlier, target in self.into.items():
             if earlier <= index and target > index:
-                yield from _uses(self.body.items[earlier])
+                yield from reads(self.body.items[earlier])
                 yield from self.plans[earlier].tensors()
 
     def _passed_on(self, item: Item) -> str | None:
@@ -447,60 +365,3 @@ class MissingSize(Exception):
 
 
 _FUNCTIONAL_NORMS = ("aten._native_batch_norm_legit_functional.default",)
-
-
-def write(item: Plain, scope: Any) -> Expression:
-    """A node's expression."""
-    node = item.node
-    if node.target == "update":
-        buffer = scope.paths.attribute(scope.body.path, _below(node.arguments["buffer"], scope.body.path)) if hasattr(
-            scope, "paths"
-        ) else "b"
-        return Expression(f"{buffer}.copy_({scope.ref(node.arguments['x'].name).within(ATOM)}.detach())")
-    if node.converts:
-        return emit_ops.conversion(node, scope)
-    writer = WRITERS.get(node.target)
-    return writer(node, scope) if writer is not None else emit_ops.fallback(node, scope)
-
-
-def _below(name: str, path: str) -> str:
-    return name[len(path) + 1 :] if path else name
-
-
-def _uses(item: Item) -> Iterator[str]:
-    """Tensors an item reads, each as often as it stands in the text."""
-    if isinstance(item, Plain):
-        yield from _refs(tuple(item.node.arguments.values()))
-    else:
-        yield from item.operands
-
-
-def _refs(argument: Any) -> Iterator[str]:
-    if isinstance(argument, Ref):
-        yield argument.name
-    elif isinstance(argument, (tuple, list)):
-        for item in argument:
-            yield from _refs(item)
-
-
-def _is_list(item: Item) -> bool:
-    return isinstance(item, Plain) and ".split" in item.node.target
-
-
-def _plain(tensor: LocalTensor) -> str:
-    return tensor.attribute.replace(".", "_") if tensor.attribute and tensor.kind != "computed" else "x"
-
-
-def shape_text(tensor: LocalTensor, letters: Mapping[Any, str]) -> str:
-    """ "b/dp s 64/tp", and the axes on which it is a partial sum."""
-    dims = " ".join("/".join((_size_text(extent.size, letters), *extent.axes)) for extent in tensor.dims)
-    return dims or "scalar"
-
-
-def _size_text(size: Any, letters: Mapping[Any, str]) -> str:
-    if isinstance(size, int):
-        return str(size)
-    text = str(size)
-    for symbol in sorted(symbols_of(size), key=lambda s: -len(str(s))):
-        text = text.replace(str(symbol), letters.get(symbol, str(symbol)))
-    return text.replace(" ", "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from autoshard.passes.emit_ops import BATCH_NORM_RESULTS
+from autoshard.passes.emit_helpers import BATCH_NORM_RESULTS
 from autoshard.passes.local import LocalNode, LocalStage, Ref, StoredTensor
 
 Size = Callable[[Any], str]
@@ -122,9 +122,15 @@ LEAVES: Mapping[str, LeafKind] = MappingProxyType(
                 LeafKind("Linear", "aten.linear.default", "input", _WEIGHTS, _linear),
             ),
             ("sparse.Embedding", LeafKind("Embedding", "aten.embedding.default", "indices", _WEIGHTS, _embedding)),
-            ("normalization.LayerNorm", LeafKind("LayerNorm", "aten.layer_norm.default", "input", _WEIGHTS, _layer_norm)),
+            (
+                "normalization.LayerNorm",
+                LeafKind("LayerNorm", "aten.layer_norm.default", "input", _WEIGHTS, _layer_norm),
+            ),
             ("normalization.RMSNorm", LeafKind("RMSNorm", "aten.rms_norm.default", "input", _WEIGHTS, _rms_norm)),
-            ("normalization.GroupNorm", LeafKind("GroupNorm", "aten.group_norm.default", "input", _WEIGHTS, _group_norm)),
+            (
+                "normalization.GroupNorm",
+                LeafKind("GroupNorm", "aten.group_norm.default", "input", _WEIGHTS, _group_norm),
+            ),
             *(
                 (f"conv.Conv{n}d", LeafKind(f"Conv{n}d", f"aten.conv{n}d.default", "input", _WEIGHTS, _convolution))
                 for n in (1, 2, 3)

@@ -58,15 +58,23 @@ def _find(statements: Sequence[Statement], at: int) -> _Found | None:
     for period in range(1, LONGEST_PERIOD + 1):
         group = statements[at : at + period]
         for container, quote, index in _indices(group):
-            if not _mentions(group[0], container, index, quote) and period > 1 and not _mentions_any(group, container, index, quote):
+            if (
+                not _mentions(group[0], container, index, quote)
+                and period > 1
+                and not _mentions_any(group, container, index, quote)
+            ):
                 continue
             rounds = 1
             while True:
                 following = statements[at + rounds * period : at + (rounds + 1) * period]
-                before = statements[at + max(rounds - 1, 1) * period : at + max(rounds, 2) * period] if rounds > 1 else None
+                before = (
+                    statements[at + max(rounds - 1, 1) * period : at + max(rounds, 2) * period] if rounds > 1 else None
+                )
                 if len(following) < period or not _mentions_any(following, container, index + rounds, quote):
                     break
-                if before is not None and not _same(before, following, container, index + rounds - 1, index + rounds, quote):
+                if before is not None and not _same(
+                    before, following, container, index + rounds - 1, index + rounds, quote
+                ):
                     break
                 rounds += 1
             if rounds < 2:
@@ -106,9 +114,7 @@ def _normal(statement: Statement, container: str, index: int, quote: str) -> Sta
     return Statement(text, statement.comments, note=statement.note)
 
 
-def _same(
-    left: Sequence[Statement], right: Sequence[Statement], container: str, i: int, j: int, quote: str
-) -> bool:
+def _same(left: Sequence[Statement], right: Sequence[Statement], container: str, i: int, j: int, quote: str) -> bool:
     return all(
         _normal(a, container, i, quote) == _normal(b, container, j, quote) for a, b in zip(left, right, strict=True)
     )
@@ -164,9 +170,7 @@ def _loop(found: _Found, body: Sequence[Statement], sizes: Mapping[str, int]) ->
         stop = "" if whole == last + 1 else str(last + 1)
         header = f"{found.container}[{found.first or ''}:{stop}]"
     item = _item(found.container, last, found.quote)
-    return Loop(
-        f"for {name} in {header}:", tuple(replace(s, text=s.text.replace(item, name)) for s in body)
-    )
+    return Loop(f"for {name} in {header}:", tuple(replace(s, text=s.text.replace(item, name)) for s in body))
 
 
 def _singular(name: str, taken: set[str]) -> str:

@@ -1,210 +1,40 @@
-"""ATen operators as the Python that a person writes for them. What is not here is called as `torch.ops.aten...`.
+"""ATen operators as the Python that a person writes for them. What is not here is called as `torch.ops.aten...`."""
 
-A writer gets the node's arguments by name and a `Scope` that turns tensors, sizes, process groups and devices into
-text, and returns an `Expression`.
-"""
-
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import torch
 
-from autoshard.passes.local import Extent, LocalNode, LocalTensor, Ref
-
-ATOM, POWER, UNARY, PRODUCT, SUM, BITS, COMPARISON, TERNARY = range(8)
-
-
-@dataclass(frozen=True)
-class Expression:
-    """Python text. level: how loosely its outermost operator binds."""
-
-    text: str
-    level: int = ATOM
-
-    def within(self, level: int) -> str:
-        """The text, in parentheses where it binds more loosely than `level`."""
-        return self.text if self.level <= level else f"({self.text})"
-
-
-class Scope(Protocol):
-    """What the text around an expression knows."""
-
-    def ref(self, name: str) -> Expression:
-        """A tensor."""
-
-    def tensor(self, name: str) -> LocalTensor:
-        """What a name stands for."""
-
-    def size(self, extent: Extent | int, near: Sequence[str] = ()) -> Expression:
-        """This rank's size of a dim. near: tensors to read it from, if they have it."""
-
-    def group(self, axis: str) -> str:
-        """The process group of an axis."""
-
-    def device(self, near: Sequence[str] = ()) -> str:
-        """The device that tensors are made on."""
-
-    def uses(self, module: str, name: str) -> str:
-        """A name to import."""
-
-
-Writer = Callable[[LocalNode, Scope], Expression]
-
-
-# Arguments ------------------------------------------------------------------------------------------------------------
-
-
-def value(argument: Any, scope: Scope) -> Expression:
-    """An argument as Python."""
-    if isinstance(argument, Ref):
-        return scope.ref(argument.name)
-    if isinstance(argument, Extent):
-        return scope.size(argument)
-    if isinstance(argument, (tuple, list)):
-        items = [value(item, scope).text for item in argument]
-        return Expression(f"({', '.join(items)}{',' if len(items) == 1 else ''})")
-    if isinstance(argument, float):
-        if math.isinf(argument) or math.isnan(argument):
-            return Expression(f'float("{argument}")')
-        return Expression(repr(argument), UNARY if argument < 0 else ATOM)
-    if isinstance(argument, bool) or argument is None:
-        return Expression(str(argument))
-    if isinstance(argument, int):
-        return Expression(str(argument), UNARY if argument < 0 else ATOM)
-    if isinstance(argument, str):
-        return Expression(f'"{argument}"')
-    if isinstance(argument, (torch.dtype, torch.memory_format, torch.layout)):
-        return Expression(str(argument))
-    if isinstance(argument, torch.device):
-        return Expression(f'torch.device("{argument}")')
-    return Expression(repr(argument))
-
-
-def text(argument: Any, scope: Scope) -> str:
-    """An argument as Python text."""
-    return value(argument, scope).text
-
-
-def listed(items: Sequence[Any], scope: Scope) -> str:
-    """Comma-separated arguments."""
-    return ", ".join(text(item, scope) for item in items)
-
-
-_SKIPPED = frozenset({"layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit", "cudnn_enable"})
-
-
-def schema(node: LocalNode) -> Any:
-    """The operator's schema."""
-    _, name, overload = node.target.split(".")
-    return getattr(getattr(torch.ops.aten, name), overload)._schema
-
-
-def further(node: LocalNode, scope: Scope, done: Sequence[str], dims_as_numbers: bool = True) -> list[str]:
-    """Arguments besides `done` that are not at their defaults: by position while nothing is left out, then by name."""
-    found, by_name = [], False
-    for argument in schema(node).arguments:
-        name = argument.name
-        if name in done or name in _SKIPPED or name not in node.arguments:
-            continue
-        given = node.arguments[name]
-        given = tuple(given) if isinstance(given, list) else given
-        default = argument.default_value
-        default = tuple(default) if isinstance(default, list) else default
-        if argument.has_default_value() and type(given) is type(default) and given == default:
-            by_name = True
-            continue
-        if dims_as_numbers and name == "dim" and isinstance(given, tuple) and len(given) == 1:
-            given = given[0]
-        written = text(given, scope)
-        by_name = by_name or argument.kwarg_only or isinstance(given, bool)
-        found.append(f"{name}={written}" if by_name else written)
-    return found
-
-
-def first_tensor(node: LocalNode) -> str:
-    """Name of the first tensor operand."""
-    return node.operands()[0]
-
-
-def local_dims(node: LocalNode, scope: Scope) -> tuple[Extent, ...]:
-    """Dims of the first result that is read."""
-    return scope.tensor(next(name for name in node.results if name)).dims
-
-
-# Kinds of writers -----------------------------------------------------------------------------------------------------
-
-
-def method(name: str = "") -> Writer:
-    """x.name(...)"""
-
-    def write(node: LocalNode, scope: Scope) -> Expression:
-        own = schema(node).arguments[0].name
-        called = name or node.target.split(".")[1]
-        x = value(node.arguments[own], scope)
-        return Expression(f"{x.within(ATOM)}.{called}({', '.join(further(node, scope, (own,)))})")
-
-    return write
-
-
-def function(called: str) -> Writer:
-    """called(x, ...)"""
-
-    def write(node: LocalNode, scope: Scope) -> Expression:
-        if called.startswith("F."):
-            scope.uses("F", "")
-        return Expression(f"{called}({', '.join(further(node, scope, ()))})")
-
-    return write
-
-
-def binary(symbol: str, level: int) -> Writer:
-    """x + y; with a factor for the second where there is an alpha."""
-
-    def write(node: LocalNode, scope: Scope) -> Expression:
-        names = [argument.name for argument in schema(node).arguments[:2]]
-        left, right = (value(node.arguments[name], scope) for name in names)
-        alpha = node.arguments.get("alpha", 1)
-        if alpha != 1:
-            right = Expression(f"{text(alpha, scope)} * {right.within(UNARY)}", PRODUCT)
-        closer = level - 1 if level not in (COMPARISON, BITS) else SUM
-        leftmost = level if level in (SUM, PRODUCT) else closer
-        return Expression(f"{left.within(leftmost)} {symbol} {right.within(closer)}", level)
-
-    return write
-
-
-def reversed_binary(symbol: str, level: int) -> Writer:
-    """rsub: other - self."""
-
-    def write(node: LocalNode, scope: Scope) -> Expression:
-        x, other = value(node.arguments["self"], scope), value(node.arguments["other"], scope)
-        return Expression(f"{other.within(level)} {symbol} {x.within(level - 1)}", level)
-
-    return write
-
-
-def unary(symbol: str) -> Writer:
-    """-x"""
-    return lambda node, scope: Expression(f"{symbol}{value(node.arguments['self'], scope).within(UNARY)}", UNARY)
+from autoshard.passes.emit_expression import (
+    ATOM,
+    BITS,
+    COMPARISON,
+    POWER,
+    PRODUCT,
+    REDUCTIONS,
+    SUM,
+    Expression,
+    Scope,
+    Writer,
+    binary,
+    first_result,
+    function,
+    further,
+    listed,
+    local_dims,
+    loss_arguments,
+    method,
+    reversed_binary,
+    text,
+    unary,
+    value,
+)
+from autoshard.passes.local import Extent, LocalNode, Ref
 
 
 def _power(node: LocalNode, scope: Scope) -> Expression:
     base, exponent = value(node.arguments["self"], scope), value(node.arguments["exponent"], scope)
     return Expression(f"{base.within(ATOM)} ** {exponent.within(ATOM)}", POWER)
-
-
-def _operands(*names: str, called: str = "") -> Writer:
-    """F.name(tensors in this order, the rest)"""
-
-    def write(node: LocalNode, scope: Scope) -> Expression:
-        scope.uses("F", "")
-        given = [text(node.arguments[name], scope) for name in names]
-        return Expression(f"{called}({', '.join([*given, *further(node, scope, names)])})")
-
-    return write
 
 
 # Single operators -----------------------------------------------------------------------------------------------------
@@ -258,30 +88,16 @@ def _embedding(node: LocalNode, scope: Scope) -> Expression:
     return Expression(f"F.embedding({', '.join(given)})")
 
 
-_REDUCTIONS = ("none", "mean", "sum")
-
-
 def _cross_entropy(node: LocalNode, scope: Scope) -> Expression:
     scope.uses("F", "")
     given = [text(node.arguments[name], scope) for name in ("self", "target")]
-    return Expression(f"F.cross_entropy({', '.join([*given, *_loss_arguments(node, scope)])})")
-
-
-def _loss_arguments(node: LocalNode, scope: Scope) -> list[str]:
-    arguments, given = node.arguments, []
-    if arguments.get("weight") is not None:
-        given.append(f"weight={text(arguments['weight'], scope)}")
-    if arguments.get("ignore_index", -100) != -100:
-        given.append(f"ignore_index={text(arguments['ignore_index'], scope)}")
-    if arguments.get("label_smoothing", 0.0) != 0.0:
-        given.append(f"label_smoothing={text(arguments['label_smoothing'], scope)}")
-    return [*given, f'reduction="{_REDUCTIONS[arguments.get("reduction", 1)]}"']
+    return Expression(f"F.cross_entropy({', '.join([*given, *loss_arguments(node, scope)])})")
 
 
 def _nll(node: LocalNode, scope: Scope) -> Expression:
     scope.uses("F", "")
     given = [text(node.arguments[name], scope) for name in ("self", "target")]
-    return Expression(f"F.nll_loss({', '.join([*given, *_loss_arguments(node, scope)])})")
+    return Expression(f"F.nll_loss({', '.join([*given, *loss_arguments(node, scope)])})")
 
 
 def _regression(called: str) -> Writer:
@@ -290,7 +106,7 @@ def _regression(called: str) -> Writer:
         given = [text(node.arguments[name], scope) for name in ("self", "target")]
         rest = further(node, scope, ("self", "target", "reduction"))
         return Expression(
-            f'{called}({", ".join([*given, *rest])}, reduction="{_REDUCTIONS[node.arguments.get("reduction", 1)]}")'
+            f'{called}({", ".join([*given, *rest])}, reduction="{REDUCTIONS[node.arguments.get("reduction", 1)]}")'
         )
 
     return write
@@ -332,7 +148,9 @@ def _slice(node: LocalNode, scope: Scope) -> Expression:
     dim = node.arguments.get("dim", 0) % len(operand.dims)
     start, end, step = (node.arguments.get(name) for name in ("start", "end", "step"))
     whole = operand.dims[dim]
-    if isinstance(end, int) and (end >= 2**62 or end == whole.size) or isinstance(end, Extent) and end.size == whole.size:
+    if (isinstance(end, int) and (end >= 2**62 or end == whole.size)) or (
+        isinstance(end, Extent) and end.size == whole.size
+    ):
         end = None
     cut = f"{text(start, scope) if start else ''}:{text(end, scope) if end is not None else ''}"
     if step not in (None, 1):
@@ -410,7 +228,7 @@ def _new(node: LocalNode, scope: Scope) -> Expression:
 
 
 def _dtype(node: LocalNode, scope: Scope) -> list[str]:
-    result = scope.tensor(next(name for name in node.results if name))
+    result = first_result(node, scope)
     default = torch.float32
     return [] if result.dtype == default and node.arguments.get("dtype") is None else [f"dtype={result.dtype}"]
 
@@ -421,7 +239,7 @@ def _arange(node: LocalNode, scope: Scope) -> Expression:
         given = given[:2]
     if len(given) == 2 and given[0] == 0:
         given = given[1:]
-    result = scope.tensor(next(name for name in node.results if name))
+    result = first_result(node, scope)
     implied = torch.int64 if all(isinstance(item, (int, Extent)) for item in given) else torch.float32
     dtype = [] if result.dtype == implied else [f"dtype={result.dtype}"]
     return Expression(f"torch.arange({', '.join([listed(given, scope), *dtype, f'device={scope.device()}'])})")
@@ -433,64 +251,6 @@ def _counted(called: str) -> Writer:
         return Expression(f"{called}({', '.join([*given, *_dtype(node, scope), f'device={scope.device()}'])})")
 
     return write
-
-
-def _dropout(node: LocalNode, scope: Scope) -> Expression:
-    name = node.arguments.get("input", node.arguments.get("self")).name
-    axes = dict.fromkeys(axis for extent in scope.tensor(name).dims for axis in extent.axes)
-    given = [scope.ref(name).text, text(node.arguments["p"], scope), "self.training", *map(scope.group, axes)]
-    return Expression(f"{scope.uses('operators', 'dropout')}({', '.join(given)})")
-
-
-# Helpers of autoshard/runtime/operators.py ----------------------------------------------------------------------------
-
-
-def _groups(node: LocalNode, scope: Scope) -> list[str]:
-    return [scope.group(axis) for axis in node.groups]
-
-
-def _vocab_embedding(node: LocalNode, scope: Scope) -> Expression:
-    given = [text(node.arguments[name], scope) for name in ("indices", "weight", "rows")] + _groups(node, scope)
-    if node.arguments.get("padding_idx", -1) >= 0:
-        given.append(f"padding_idx={text(node.arguments['padding_idx'], scope)}")
-    return Expression(f"{scope.uses('operators', 'vocab_embedding')}({', '.join(given)})")
-
-
-def _vocab_cross_entropy(node: LocalNode, scope: Scope) -> Expression:
-    given = [text(node.arguments[name], scope) for name in ("self", "target", "classes")] + _groups(node, scope)
-    given += [item for item in _loss_arguments(node, scope) if item != 'reduction="sum"']
-    return Expression(f"{scope.uses('operators', 'vocab_cross_entropy')}({', '.join(given)})")
-
-
-def _batch_norm(node: LocalNode, scope: Scope) -> Expression:
-    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
-    given = [text(node.arguments.get(name), scope) for name in names] + _groups(node, scope)
-    return Expression(f"{scope.uses('operators', 'batch_norm')}({', '.join(given)})")
-
-
-BATCH_NORM_RESULTS = (0, 3, 4)
-"""Which results of the ATen operator the helper returns."""
-
-
-def _average(node: LocalNode, scope: Scope) -> Expression:
-    x = value(node.arguments["x"], scope)
-    factors = [f"{group}.size()" for group in _groups(node, scope)]
-    if "microbatches" in node.arguments:
-        factors.append(text(node.arguments["microbatches"], scope))
-    divisor = factors[0] if len(factors) == 1 else f"({' * '.join(factors)})"
-    return Expression(f"{x.within(PRODUCT)} / {divisor}", PRODUCT)
-
-
-def conversion(node: LocalNode, scope: Scope) -> Expression:
-    """A call of a function of collectives.py."""
-    function = scope.uses("collectives", node.target)
-    given = [text(node.arguments["x"], scope)]
-    given += [f"{name}={node.arguments[name]}" for name in ("dim", "source", "target") if name in node.arguments]
-    group = scope.group(node.groups[0])
-    given.append(f"group={group}" if len(given) > 1 else group)
-    if "size" in node.arguments:
-        given.append(f"size={text(node.arguments['size'], scope)}")
-    return Expression(f"{function}({', '.join(given)})")
 
 
 def fallback(node: LocalNode, scope: Scope) -> Expression:
@@ -550,8 +310,8 @@ WRITERS: Mapping[str, Writer] = MappingProxyType(
             ("scaled_dot_product_attention.default", "scaled_dot_product_attention"),
         )
     }
-    | {f"aten.pad.default": function("F.pad"), "aten.one_hot.default": function("F.one_hot")}
-    | {f"aten.conv{n}d.{overload}": _convolution(f"F.conv{n}d") for n in (1, 2, 3) for overload in ("default", "padding")}
+    | {"aten.pad.default": function("F.pad"), "aten.one_hot.default": function("F.one_hot")}
+    | {f"aten.conv{n}d.{kind}": _convolution(f"F.conv{n}d") for n in (1, 2, 3) for kind in ("default", "padding")}
     | {
         "aten.linear.default": _linear,
         "aten.layer_norm.default": _norm("F.layer_norm"),
@@ -592,12 +352,6 @@ WRITERS: Mapping[str, Writer] = MappingProxyType(
         "aten.eye.default": _counted("torch.eye"),
         "aten.eye.m": _counted("torch.eye"),
         "aten.scalar_tensor.default": _counted("torch.scalar_tensor"),
-        "aten.dropout.default": _dropout,
-        "aten._native_batch_norm_legit_functional.default": _batch_norm,
-        "vocab_embedding": _vocab_embedding,
-        "vocab_cross_entropy": _vocab_cross_entropy,
-        "batch_norm": _batch_norm,
-        "average": _average,
     }
     | {f"aten.{name}.default": _new for name in ("new_zeros", "new_ones", "new_full", "new_empty")}
 )  # fmt: skip

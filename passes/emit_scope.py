@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
-from autoshard.passes.emit_ops import ATOM, PRODUCT, SUM, Expression
+from autoshard.passes.emit_expression import ATOM, PRODUCT, SUM, Expression
 from autoshard.passes.local import Extent, LocalTensor
 
 Source = tuple[str, int]

@@ -7,7 +7,6 @@ gathered first, is written out in the body around it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Union
 
 from autoshard.passes.emit_leaves import LEAVES, is_torch, matches
 from autoshard.passes.local import LocalNode, LocalStage, LocalTensor, Ref
@@ -70,7 +69,7 @@ class Body:
         return tuple(self.outputs)
 
 
-Item = Union[Plain, Leaf, Body]
+Item = Plain | Leaf | Body
 
 
 def build(stage: LocalStage, classes: Mapping[str, str]) -> Body:
@@ -201,9 +200,7 @@ def _connect(body: Body, stage: LocalStage, names: Mapping[str, tuple[str, ...]]
             made_set = set(made)
             reads = dict.fromkeys(_all_reads(item))
             item.inputs = [
-                name
-                for name in reads
-                if name not in made_set and owned(stage.tensors[name], item.path, names) is None
+                name for name in reads if name not in made_set and owned(stage.tensors[name], item.path, names) is None
             ]
             item.outputs = [name for name in made if name in needed]
             _connect(item, stage, names, set(item.outputs))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from autoshard.passes.emit_ops import ATOM, Expression, Scope, Writer, local_dims, value
+from autoshard.passes.emit_expression import ATOM, Expression, Scope, Writer, local_dims, value
 from autoshard.passes.local import Extent, LocalNode
 
 
@@ -45,7 +45,11 @@ def reshape(node: LocalNode, scope: Scope) -> Expression:
         if len(left) == len(right) == 1:
             continue
         if len(left) > 1:
-            calls.append(f".flatten({left.start}, {left.stop - 1})" if left.stop < len(before) or shift else f".flatten({left.start})")
+            calls.append(
+                f".flatten({left.start}, {left.stop - 1})"
+                if left.stop < len(before) or shift
+                else f".flatten({left.start})"
+            )
         if len(right) > 1:
             sizes = _with_one_open([after[dim] for dim in right], name, scope)
             calls.append(f".unflatten({left.start}, ({sizes}))")

@@ -38,8 +38,8 @@ class LocalTensor:
     """One rank's part of a tensor.
 
     layout: on the axes of the stage's mesh. value: what it is in the program, None for counts of microbatches.
-    attribute: the user's name of a parameter, buffer (a constant is one) or input; of a total, its name. example: the whole
-    shape, example sizes for symbols.
+    attribute: the user's name of a parameter, buffer (a constant is one) or input; of a total, its name. example: the
+    whole shape, example sizes for symbols.
     """
 
     name: str
@@ -86,7 +86,6 @@ class LocalNode:
     def operands(self) -> tuple[str, ...]:
         """Names of the tensors it reads, each once, in order."""
         return tuple(dict.fromkeys(_refs(tuple(self.arguments.values()))))
-
 
 
 def _refs(argument: Any) -> Iterator[str]:

@@ -100,20 +100,24 @@ def _sent(program: Program, names: Sequence[Sequence[str]], number: int) -> list
     return list(dict.fromkeys(value for value in read if value.node in mine))
 
 
-# Who holds what ---------------------------------------------------------------------------------------------------------
+# Who holds what -------------------------------------------------------------------------------------------------------
 
 
 def _holders(program: Program, stages: Sequence[StageLowering]) -> list[dict[str, tuple[str, ...]]]:
     """Of each stage: placeholder of a parameter or buffer -> its names there. What nobody reads is in the first."""
     held: list[dict[str, tuple[str, ...]]] = [{} for _ in stages]
-    kept = {**program.parameters, **program.buffers}
-    for node, stored in kept.items():
-        all_names = (stored.name, *getattr(stored, "aliases", ()))
-        users = [number for number, stage in enumerate(stages) if any(t.kind in ("parameter", "buffer") and t.value == Value(node) for t in stage.tensors.values())]
+    names_of = {node: (stored.name, *stored.aliases) for node, stored in program.parameters.items()}
+    names_of |= {node: (stored.name,) for node, stored in program.buffers.items()}
+    for node, all_names in names_of.items():
+        users = [
+            number
+            for number, stage in enumerate(stages)
+            if any(t.kind in ("parameter", "buffer") and t.value == Value(node) for t in stage.tensors.values())
+        ]
         for number in users:
             held[number][node] = all_names if len(users) == 1 else _names_in(stages[number], node, all_names)
         if not users:
-            held[_neighbour(stored.name, program, held)][node] = all_names
+            held[_neighbour(all_names[0], held)][node] = all_names
     for node in program.constants:
         for number, stage in enumerate(stages):
             if node in stage.tensors:
@@ -128,7 +132,7 @@ def _names_in(stage: StageLowering, node: str, names: tuple[str, ...]) -> tuple[
     return own or names[:1]
 
 
-def _neighbour(name: str, program: Program, held: Sequence[Mapping[str, tuple[str, ...]]]) -> int:
+def _neighbour(name: str, held: Sequence[Mapping[str, tuple[str, ...]]]) -> int:
     """The stage that holds what stands nearest in the module tree."""
     path = name.rpartition(".")[0]
     while path:
@@ -155,7 +159,7 @@ def _tied(program: Program, stages: Sequence[LocalStage]) -> tuple[LocalTied, ..
     return tuple(found)
 
 
-# What passes between stages ---------------------------------------------------------------------------------------------
+# What passes between stages -------------------------------------------------------------------------------------------
 
 
 def _crossings(program: Program, stages: Sequence[StageLowering]) -> list[_Crossing]:
@@ -176,11 +180,17 @@ def _crossings(program: Program, stages: Sequence[StageLowering]) -> list[_Cross
                     found.append(
                         _Crossing(
                             LocalCrossing(
-                                names[value], source, target, _placement(given, stage), _placement(arriving, reader),
-                                whole, type_.dtype, type_.needs_grad,
+                                names[value],
+                                source,
+                                target,
+                                _placement(given, stage),
+                                _placement(arriving, reader),
+                                whole,
+                                type_.dtype,
+                                type_.needs_grad,
                             ),
                             value,
-                        )  # fmt: skip
+                        )
                     )
     return found
 
@@ -207,7 +217,7 @@ def _free(name: str, taken: Iterable[str]) -> str:
     return candidate
 
 
-# One stage, put together ------------------------------------------------------------------------------------------------
+# One stage, put together ----------------------------------------------------------------------------------------------
 
 
 def _stage(
@@ -237,9 +247,7 @@ def _stage(
     )  # fmt: skip
 
 
-def _called(
-    tensor: LocalTensor, received: Mapping[Value, str], held: Mapping[str, tuple[str, ...]]
-) -> LocalTensor:
+def _called(tensor: LocalTensor, received: Mapping[Value, str], held: Mapping[str, tuple[str, ...]]) -> LocalTensor:
     """A tensor under the name that it has in this stage."""
     if tensor.value is None:
         return tensor

@@ -82,7 +82,9 @@ def reason(source: Placement, target: Placement, axis: str, wanted_by: str, is_p
 def price_words(size_bytes: float, forward_s: float, backward_s: float) -> str:
     """ "2.0 MiB, 12 us forward, 12 us backward"; what takes no time is left out."""
     parts = [size_words(size_bytes)]
-    parts += [f"{time_words(seconds)} {way}" for seconds, way in ((forward_s, "forward"), (backward_s, "backward")) if seconds]
+    parts += [
+        f"{time_words(seconds)} {way}" for seconds, way in ((forward_s, "forward"), (backward_s, "backward")) if seconds
+    ]
     return ", ".join(parts)
 
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from autoshard.program import Frame
 
-CONTAINERS = frozenset(
-    {f"torch.nn.modules.container.{name}" for name in ("Sequential", "ModuleList", "ModuleDict")}
-)
+CONTAINERS = frozenset({f"torch.nn.modules.container.{name}" for name in ("Sequential", "ModuleList", "ModuleDict")})
 
 Call = tuple[str, int]
 

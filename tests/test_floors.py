@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first. A module imports from its own floor and from those beneath.
 FLOORS = (
-    {"errors", "placement", "cluster", "workload", "program", "plan", "plan_file", "schedule"},
+    {"errors", "placement", "cluster", "workload", "program", "plan", "plan_file", "schedule", "version"},
     {"rules", "cost"},
     {"passes"},
     {"compiler", "plan_check", "plan_price"},
