@@ -110,17 +110,21 @@ def emitting(cluster: Cluster) -> tuple[Pass, ...]:
     """The passes from "plan" to "files"."""
     return (
         Pass("local", ("program", "chain", "plan"), Lower(cluster)),
-        Pass("modules", ("program", "plan", "local"), emit),
-        Pass("files", ("workload", "program", "plan", "local", "modules"), _folder),
+        Pass("constants", ("workload", "program", "local"), _constants),
+        Pass("modules", ("program", "plan", "local", "constants"), emit),
+        Pass("files", ("workload", "program", "plan", "modules", "constants"), _folder),
     )
 
 
+def _constants(workload: Workload, program: Program, local: LocalProgram) -> Mapping[str, bytes]:
+    return constant_files(program, local, workload.model)
+
+
 def _folder(
-    workload: Workload, program: Program, plan: Plan, local: LocalProgram, modules: Mapping[str, str]
+    workload: Workload, program: Program, plan: Plan, modules: Mapping[str, str], constants: Mapping[str, bytes]
 ) -> Mapping[str, str | bytes]:
     """Every file of the emitted folder. Weights are written where the workload has them."""
     state = {name: value.detach() for name, value in workload.model.state_dict().items()}
-    constants = constant_files(program, local, workload.model)
     return folder_files(program, plan, {**modules, **constants}, state)
 
 

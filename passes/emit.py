@@ -38,8 +38,8 @@ class StageWiring:
     row: str
 
 
-def emit(program: Program, plan: Plan, local: LocalProgram) -> dict[str, str]:
-    """File name -> text. Raises nothing of the user's: what cannot be planned was refused before."""
+def emit(program: Program, plan: Plan, local: LocalProgram, constants: Mapping[str, bytes]) -> dict[str, str]:
+    """File name -> text. constants: the file of values that modules read, if there is one."""
     letters, dtype = letters_of(program), main_dtype(local.stages)
     summed = _most_summed(local.stages)
     texts = []
@@ -51,18 +51,17 @@ def emit(program: Program, plan: Plan, local: LocalProgram) -> dict[str, str]:
         loader=PackageLoader("autoshard", "templates"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         autoescape=False,
     )  # fmt: skip
-    constants = any(stored.is_buffer and not stored.persistent for stage in local.stages for stored in stage.stored)
     common: dict[str, Any] = {
-        "world_size": max(device for stage in plan.stages for device in stage.mesh.devices) + 1,
+        "world_size": len(_ranks(plan)),
         "microbatches": plan.microbatches,
         "batch_dims": repr({given.name: given.batch_dim for given in program.inputs.values()}),
         "dtype": str(dtype),
-        "constants": constants,
+        "constants": bool(constants),
         "summed": repr(summed),
     }
     if len(local.stages) == 1:
         stage, text = local.stages[0], texts[0]
-        imports = _imports(text.imports, text.classes, _wiring_imports("microbatch", "MicrobatchStep", constants))
+        imports = _imports(text.imports, text.classes, _wiring_imports("microbatch", "MicrobatchStep", bool(constants)))
         model = environment.get_template("model.py.jinja").render(
             **common,
             header=_header(program, plan, letters),
@@ -98,11 +97,10 @@ def _pipeline(
             header=header, imports=_imports(text.imports, text.classes, ()), classes=text.classes
         )
         files[f"{name}.py"] = formatted(_spaced(source), f"{name}.py")
-        ranks = list(plan.stages[stage.number].mesh.devices)
-        listed = f"range({ranks[0]}, {ranks[-1] + 1})" if ranks == list(range(ranks[0], ranks[-1] + 1)) else repr(ranks)
+        ranks = [_ranks(plan)[device] for device in plan.stages[stage.number].mesh.devices]
         wirings.append(
             StageWiring(
-                name, text.root.name, repr(_mesh(stage)), listed, repr(text.root.axes),
+                name, text.root.name, repr(_mesh(stage)), _listed(ranks), repr(text.root.axes),
                 " ".join(map(str, rows[stage.number])),
             )
         )  # fmt: skip
@@ -127,6 +125,19 @@ def _pipeline(
     )
     files["model.py"] = formatted(_spaced(source), "model.py")
     return files
+
+
+def _ranks(plan: Plan) -> dict[int, int]:
+    """Device -> rank: the devices that the plan uses, in order."""
+    used = sorted({device for stage in plan.stages for device in stage.mesh.devices})
+    return {device: rank for rank, device in enumerate(used)}
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    first, stop = ranks[0], ranks[-1] + 1
+    if list(ranks) != list(range(first, stop)):
+        return repr(list(ranks))
+    return f"range({first}, {stop})" if first else f"range({stop})"
 
 
 def _crossing(crossing: LocalCrossing) -> str:
@@ -234,7 +245,7 @@ def _wiring_imports(module: str, name: str, constants: bool, *more: str) -> tupl
     return tuple(found)
 
 
-_STANDARD = ("functools", "collections.abc", "pathlib")
+_STANDARD = ("functools", "collections.abc", "pathlib", "typing")
 
 
 def _imports(
@@ -245,6 +256,8 @@ def _imports(
     body = "\n".join(_class_lines(classes))
     if "torch." in body:
         names.add(("torch", ""))
+    if any(text.placements or text.summed for text in classes):
+        names.add(("typing", "ClassVar"))
     if any(text.axes for text in classes):
         names.add(("ProcessGroup", ""))
     tensors = ["Tensor"] if "Tensor" in body else []

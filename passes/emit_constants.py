@@ -1,4 +1,4 @@
-"""Values that no checkpoint holds: constants of the graph and buffers that are not saved."""
+"""Values of buffers and of the graph's constants: what no optimizer changes and no seed makes."""
 
 import io
 from collections.abc import Mapping
@@ -14,14 +14,17 @@ from autoshard.program import Program
 def constant_files(program: Program, local: LocalProgram, model: nn.Module) -> Mapping[str, bytes]:
     """constants.pt, where a stage needs one: a file of torch.save, name -> value.
 
-    Raises BadInput for a buffer without a value: of a model on the meta device.
+    A buffer of a model on the meta device has no value: one that checkpoints hold is left out.
+    Raises BadInput for one that they do not.
     """
-    wanted = {s.name for stage in local.stages for s in stage.stored if s.is_buffer and not s.persistent}
-    if not wanted:
-        return {}
+    stored = {s.name: s for stage in local.stages for s in stage.stored if s.is_buffer}
     known: dict[str, Tensor] = {**dict(model.named_buffers(remove_duplicate=False)), **program.constants}
-    values = {name: known[name].detach().cpu().contiguous().clone() for name in sorted(wanted)}
-    lost = [name for name, value in values.items() if value.is_meta]
+    lost = [name for name, one in stored.items() if known[name].is_meta and not one.persistent]
+    values = {
+        name: known[name].detach().cpu().contiguous().clone() for name in sorted(stored) if not known[name].is_meta
+    }
+    if not values and not lost:
+        return {}
     if lost:
         raise BadInput(
             f"the buffer {lost[0]} is in no checkpoint, and on the meta device it has no value",

@@ -159,7 +159,7 @@ def gather_parameter(x: Tensor, dim: int, group: ProcessGroup, size: int | None 
 
 @contextlib.contextmanager
 def gather_again() -> Iterator[None]:
-    """Context or decorator of a forward pass: what autograd saves of a gathered parameter is only where to gather it from.
+    """Context or decorator of a forward: autograd saves of a gathered parameter only where to gather it from.
 
     Views of it (a transpose, say) included; a copy in another dtype is a tensor of its own and is kept. Enter it
     outside of torch.utils.checkpoint, which frees and recomputes everything of the region that it wraps.

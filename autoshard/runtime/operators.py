@@ -139,7 +139,7 @@ def batch_norm(
 
 
 def sync_batch_norm(x: Tensor, norm: Any, *groups: ProcessGroup) -> Tensor:
-    """What `norm`, a torch.nn.BatchNorm in training, does to x split over the groups, by the whole batch's statistics."""
+    """What `norm`, a torch.nn.BatchNorm in training, does to x split over the groups: by the whole batch's numbers."""
     momentum = 0.0 if norm.momentum is None else norm.momentum
     out, mean, variance = batch_norm(
         x, norm.weight, norm.bias, norm.running_mean, norm.running_var, momentum, norm.eps, *groups

@@ -47,7 +47,7 @@ def materialize(
     device: torch.device | str = "cpu",
     override: torch.dtype | None = None,
 ) -> nn.Module:
-    """The module that `make` makes, with memory on `device` but no values yet.
+    """The module that `make` makes, with memory on `device` but no values yet; buffers are as a new batch norm's.
 
     dtype: of everything that names none. override: of everything of a floating dtype, if given. Tied parameters stay
     tied.
@@ -69,6 +69,8 @@ def materialize(
     for name, known in ties:
         path, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(path), attribute, module.get_parameter(known))
+    for name, buffer in module.named_buffers():
+        buffer.fill_(1 if name.endswith("running_var") else 0)
     return module
 
 
@@ -335,7 +337,10 @@ def clip_grad_norm(
     """
     table, skip = placements(module), set(counted_elsewhere)
     gradients = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-    device = next((gradient.device for _, gradient in gradients), torch.device("cpu"))
+    here = (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
+    device = next((gradient.device for _, gradient in gradients), here)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients:
         if name not in skip:
