@@ -83,9 +83,11 @@ def _load(source: str) -> ModuleType:
         if "" not in sys.path:  # a console script does not look in the current folder
             sys.path.insert(0, "")
         return importlib.import_module(source)
-    stem = Path(source).stem
-    # A file called like a module that is loaded already must not take its place.
-    found = importlib.util.spec_from_file_location(stem if stem not in sys.modules else f"workload_{stem}", source)
+    stem, file = Path(source).stem, Path(source).resolve()
+    # A file called like another module that is loaded already must not take its place.
+    known = getattr(sys.modules.get(stem), "__file__", None)
+    free = stem not in sys.modules or (known is not None and Path(known).resolve() == file)
+    found = importlib.util.spec_from_file_location(stem if free else f"workload_{stem}", source)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module

@@ -88,7 +88,7 @@ def _loaded(plan: Plan, path: Path) -> _Subject:
 
 
 def _verified(subject: _Subject, folder: Folder, steps: int) -> VerifyResult:
-    reason = too_large(subject.workload, folder.world_size)
+    reason = too_large(subject.program, folder.world_size)
     if reason is None:
         return _compared(subject, folder, steps)
     twin = make_twin(subject.workload, subject.plan, reason, subject.near)

@@ -7,25 +7,27 @@ kinds of layouts and the way they are written, not the text.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from autoshard.cluster import parse_cluster
 from autoshard.compiler import compile_workload
 from autoshard.errors import AutoshardError, BadInput
 from autoshard.loading import integer_arguments, load_workload, takes_argument
 from autoshard.passes.inter_options import MeshShape, PlanOptions, format_mesh
+from autoshard.passes.trace import trace
 from autoshard.placement import format_layout, product
 from autoshard.plan import Plan
-from autoshard.program import Program
+from autoshard.program import Program, result_types
 from autoshard.workload import Workload
 
 MOST_RANKS = 8
 """Ranks that any machine carries; one with more than half as many processors carries two a processor."""
+
+TWIN_BYTES = 2 << 30
+"""Largest twin, so that it runs in a minute or two."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ class Twin:
     notes: tuple[str, ...]
 
 
-def too_large(workload: Workload, ranks: int) -> str | None:
+def too_large(program: Program, ranks: int) -> str | None:
     """Why this machine cannot run so many ranks beside the original, None where it can."""
     if ranks > carried_ranks():
         return f"the plan has {ranks} ranks and this machine carries {carried_ranks()}"
-    need, have = needed_bytes(workload.model.parameters(), ranks), available_bytes()
+    need, have = needed_bytes(program, ranks), available_bytes()
     if need > have / 2:
         return (
-            f"{ranks} ranks in float64 beside the original need {need / 2**30:.1f} GiB, "
+            f"{ranks} ranks in float64 beside the original need some {need / 2**30:.1f} GiB, "
             f"more than half of the {have / 2**30:.1f} GiB that are free"
         )
     return None
@@ -65,7 +67,7 @@ def make_twin(workload: Workload, plan: Plan, reason: str, near: Path | None = N
     for settings in _settings(workload, plan, shape, near):
         try:
             small = workload if settings is None else _small(workload, settings, near)
-            if needed_bytes(small.model.parameters(), ranks) <= available_bytes() / 2:
+            if needed_bytes(trace(small), ranks) <= min(available_bytes() / 2, TWIN_BYTES):
                 return _compiled(workload, small, plan, shape, reason)
         except AutoshardError as error:  # sizes that the model, or its plan, does not take
             refusal = error
@@ -149,7 +151,7 @@ def _pins(plan: Plan, shape: MeshShape, names: set[str]) -> dict[str, str]:
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
-_DEPTH, _BATCH, _HEADS, _SAME = ("depth", "layer", "block"), ("batch",), ("head",), ("seed",)
+_DEPTH, _BATCH, _HEADS, _SAME = ("depth", "layer", "blocks"), ("batch",), ("head",), ("seed",)
 
 
 def _settings(
@@ -190,9 +192,12 @@ def _is(name: str, words: Sequence[str]) -> bool:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def needed_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
-    """float64 bytes of the parameters: once a rank, and for the original with what it is compared by."""
-    return (ranks + 3) * sum(8 * parameter.numel() for parameter in parameters)
+def needed_bytes(program: Program, ranks: int) -> int:
+    """float64 bytes of the parameters, once a rank and for the original with what it is compared by, and of twice
+    every value of the whole batch: with gradients, or copies on several ranks."""
+    parameters = sum(parameter.type.numel for parameter in program.parameters.values())
+    values = sum(type_.numel for node in program.operators() for type_ in result_types(node))
+    return 8 * ((ranks + 3) * parameters + 2 * values)
 
 
 def available_bytes() -> int:
