@@ -82,7 +82,7 @@ class Writer:
         self.inlined: dict[str, Expression] = {}
         self.plans = [self._plan(index) for index in range(len(body.items))]
         self.readers = self._readers()
-        self.lines = LineNames(body, stage, self.readers)
+        self.lines = LineNames(body, stage, self.readers, paths.signatures)
         self.position = 0
 
     # ---------------------------------------------------------------- what an item needs
@@ -205,7 +205,7 @@ class Writer:
         self.bound.update(zip(self.body.inputs, parameters, strict=True))
         hints = self.lines.hints()
         statements: list[Statement] = []
-        last = self._lastreads()
+        last = self._last_reads()
         for index, item in enumerate(self.body.items):
             self.position = index
             statement = self._statement(index, item, hints, last)
@@ -223,26 +223,13 @@ class Writer:
             if name in self.fixed:
                 found[name] = self.fixed[name]
         for name in self.body.inputs:
-            if name in found:
-                continue
-            taken = set(found.values())
-            candidates = [c for c in self._candidates(name) if c not in taken and c not in RESERVED]
-            tensor = self.stage.tensors[name]
-            if len(candidates) > 1:
-                similar = self.paths.hints.get(name)
-                candidates = [c for c in candidates if c == similar] or candidates
-            hint = candidates[0] if candidates else self.paths.hints.get(name) or plain_name(tensor)
-            found[name] = self._free(hint, taken)
+            if name not in found:
+                taken = set(found.values())
+                hint = self.lines.parameter(name) or self.paths.hints.get(name) or plain_name(self.stage.tensors[name])
+                found[name] = self._free(hint, taken)
         return tuple(found[name] for name in self.body.inputs)
 
-    def _candidates(self, name: str) -> list[str]:
-        first = next((reader for reader in self.readers.get(name, []) if reader < len(self.body.items)), None)
-        if first is None:
-            return []
-        line = self.lines.line(first)
-        return [load for load in dict.fromkeys(line.loads) if load in line.parameters]
-
-    def _lastreads(self) -> dict[str, int]:
+    def _last_reads(self) -> dict[str, int]:
         """Tensor -> the item after which nothing reads it, through what is written inside other items."""
         last = {name: max(readers) for name, readers in self.readers.items()}
         into: dict[int, int] = {}

@@ -14,6 +14,7 @@ from autoshard.passes.emit_body import MissingSize, Statement, Writer, Written
 from autoshard.passes.emit_items import shape_text
 from autoshard.passes.emit_loops import Loop, fold
 from autoshard.passes.emit_modules import Modules
+from autoshard.passes.emit_names import Signature
 from autoshard.passes.emit_tree import Body, Plain, build, connect, stored_names
 from autoshard.passes.local import LocalStage
 from autoshard.passes.source_lines import source_line
@@ -80,6 +81,7 @@ class StageWriter:
         self.order: list[ClassText] = []
         self.users: dict[str, list[str]] = {}
         self.methods: dict[tuple[str, int], str] = {}
+        self.signatures: dict[tuple[str, int], Signature] = {}
 
     # ---------------------------------------------------------------- calls
 
@@ -135,6 +137,10 @@ class StageWriter:
         """The class of the module at a path."""
         if path in self.classes:
             return self.classes[path]
+        for body in self.modules.calls.get(path, []):
+            for item in body.items:
+                if isinstance(item, Body):
+                    self.class_text(item.path)
         fixed = {}
         if path == "":
             tensors = self.stage.tensors
@@ -189,12 +195,11 @@ class StageWriter:
 
     def _doc(self, name: str) -> str:
         paths = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in self.users[name]))
-        original = self.modules.class_name(self.users[name][0])
         if paths == [""]:
-            part = "" if len(self.program_stages) == 1 else f", stage {self.stage.number} of {len(self.program_stages)}"
-            return f"{original}{part}: the part of one rank."
-        listed = paths[0] + (f" and {len(paths) - 1} other places" if len(paths) > 1 else "")
-        return f"{original} at {listed}: the part of one rank."
+            stages = len(self.program_stages)
+            return f"One rank's part of {f'stage {self.stage.number} of {stages}' if stages > 1 else 'the model'}."
+        others = {0: "", 1: " and one more"}.get(len(paths) - 1, f" and {len(paths) - 1} more")
+        return f"One rank's part of {paths[0]}{others}."
 
     program_stages: Sequence[LocalStage] = ()
 
@@ -206,6 +211,7 @@ class StageWriter:
         except MissingSize as missing:
             raise _Incomplete(body, self._provider(missing.size)) from None
         self.imports |= written.imports
+        self.signatures[body.path, body.call] = Signature(written.parameters, written.outputs)
         return written
 
     def _provider(self, size: Any) -> str:

@@ -71,4 +71,5 @@ def _size_text(size: Any, letters: Mapping[Any, str]) -> str:
     text = str(size)
     for symbol in sorted(symbols_of(size), key=lambda s: -len(str(s))):
         text = text.replace(str(symbol), letters.get(symbol, str(symbol)))
-    return text.replace(" ", "")
+    text = text.replace(" ", "")
+    return text if set("+-()") & set(text) else "*".join(sorted(text.split("*")))

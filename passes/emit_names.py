@@ -14,12 +14,24 @@ from autoshard.passes.source_lines import SourceLine, source_line
 
 
 @dataclass(frozen=True)
+class Signature:
+    """Names that a forward gives its arguments and what it returns ("" for what has none), in order."""
+
+    parameters: tuple[str, ...]
+    returned: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class LineNames:
-    """readers: tensor -> items of the body that read it; the number of items stands for the end."""
+    """readers: tensor -> items of the body that read it; the number of items stands for the end.
+
+    written: signatures of the calls below, by path and number.
+    """
 
     body: Body
     stage: LocalStage
     readers: Mapping[str, Sequence[int]]
+    written: Mapping[tuple[str, int], Signature]
 
     def line(self, index: int) -> SourceLine:
         """The user's line that made an item."""
@@ -89,7 +101,12 @@ class LineNames:
         if len(made) == len(targets):
             found.update({name: target for name, target in zip(made, targets, strict=True) if target})
         elif len(targets) == 1 and made:
-            found[made[-1]] = targets[0]
+            last = next(item for item in reversed(self.body.items[start:stop]) if made[-1] in item.results)
+            returned = self.written[last.path, last.call].returned if isinstance(last, Body) else ()
+            if isinstance(last, Body) and len(last.outputs) > 1:  # a tuple under one name: by what it holds
+                found.update({name: held for name, held in zip(last.outputs, returned, strict=True) if held})
+            else:
+                found[made[-1]] = targets[0]
 
     def _inner_hints(self, item: Plain) -> Sequence[str]:
         if item.node.converts:
@@ -99,6 +116,24 @@ class LineNames:
             return ("_".join(part for part in converted.attribute.split(".")[-2:] if not part.isdigit()),)
         pieces = item.node.target.startswith(("aten.split", "aten.chunk", "aten.unbind"))
         return ("first", "second", "third", "fourth")[: len(item.results)] if pieces and len(item.results) <= 4 else ()
+
+    def parameter(self, name: str) -> str | None:
+        """What an argument of the body is called: by its first reader's line, or by the module that this passes it to.
+
+        None where neither tells.
+        """
+        first = next((reader for reader in self.readers.get(name, []) if reader < len(self.body.items)), None)
+        if first is None:
+            return None
+        line, item = self.line(first), self.body.items[first]
+        candidates = [load for load in dict.fromkeys(line.loads) if load in line.parameters]
+        if len(candidates) == 1 and len([n for n in item.operands if n in self.body.inputs]) == 1:
+            return candidates[0]
+        if isinstance(item, Body):
+            passed = dict(zip(item.inputs, self.written[item.path, item.call].parameters, strict=True))
+            return passed.get(name)
+        own = [operand for operand in item.operands if operand in self.body.inputs]
+        return candidates[own.index(name)] if len(own) == len(candidates) else None
 
     def is_named(self, index: int) -> bool:
         """Whether the user gives what an item makes a name."""

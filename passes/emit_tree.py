@@ -126,6 +126,9 @@ def _items(nodes: Sequence[LocalNode], depth: int, stage: LocalStage, classes: M
             else:
                 yield from (Plain(node, node.frames[depth - 1]) for node in run)
             continue
+        if len(run) == 1 and not _stores(frame.path, stage):
+            yield Plain(replace(run[0], frames=run[0].frames[:depth]), line)
+            continue
         body = Body(frame.path, frame.call, frame.class_name, line)
         body.items = list(_items(run, depth + 1, stage, classes))
         yield body
@@ -144,6 +147,12 @@ def _runs(nodes: Sequence[LocalNode], depth: int) -> list[tuple[Call | None, lis
 
 def _is_leaf(frame: Frame, classes: Mapping[str, str]) -> bool:
     return is_torch(frame.class_name) and not has_children(frame.path, classes)
+
+
+def _stores(path: str, stage: LocalStage) -> bool:
+    """Whether a module holds parameters or buffers: one that does not, and does one thing, needs no class."""
+    names = (name for stored in stage.stored for name in (stored.name, *stored.aliases))
+    return any(name.startswith(f"{path}.") for name in names)
 
 
 def _leaf(run: Sequence[LocalNode], frame: Frame, stage: LocalStage, line: Frame) -> Leaf | None:
