@@ -179,6 +179,22 @@ def _worst(reference: Recording, candidates: Sequence[Recording], category: str)
     return worst
 
 
+def differing(reference: Recording, candidates: Sequence[Recording], category: str) -> list[str]:
+    """Names of the tensors of a category that are off by more than the tolerance on some rank."""
+    wanted: Mapping[str, Tensor] = getattr(reference, category)
+    floor = FLOORS[category] * max((_largest(tensor) for tensor in wanted.values()), default=0.0)
+    found = [
+        [getattr(candidate, category)[name] for candidate in candidates if name in getattr(candidate, category)]
+        for name in wanted
+    ]
+    return [
+        name
+        for (name, tensor), values in zip(wanted.items(), found, strict=True)
+        if any(relative_error(tensor, value, floor) > TOLERANCE for value in values)
+        or (not values and _largest(tensor) > 0)
+    ]
+
+
 def relative_error(reference: Tensor, candidate: Tensor, floor: float = 0.0) -> float:
     """Largest difference over the larger of floor and the largest value; inf for other shapes or stray infinities."""
     if reference.shape != candidate.shape:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard.cluster import Cluster, parse_cluster
 from autoshard.compiled import PLAN, Compiled, read_plan, write_files
 from autoshard.errors import BadInput
 from autoshard.loading import load_workload
@@ -13,7 +14,8 @@ from autoshard.passes.trace import trace
 from autoshard.plan import Plan
 from autoshard.plan_check import check_fingerprints
 from autoshard.program import Program
-from autoshard.verify import TOLERANCE, Errors, compare
+from autoshard.verify import TOLERANCE, Errors, compare, differing
+from autoshard.verify_divergence import first_divergence
 from autoshard.verify_folder import Folder, read_folder, record_folder
 from autoshard.verify_reference import make_reference, on_cpu
 from autoshard.verify_twin import make_twin, too_large
@@ -100,13 +102,30 @@ def _compared(subject: _Subject, folder: Folder, steps: int) -> VerifyResult:
     reference = make_reference(on_cpu(subject.workload, subject.near), subject.program)
     # The ranks first: they are forked, and this process has computed nothing yet.
     recordings = record_folder(folder, reference.state, reference.inputs, steps, dropout=reference.dropout)
-    errors = compare(reference.record(steps), recordings)
-    return VerifyResult(
-        errors.equal(TOLERANCE),
-        errors,
-        first_divergence=None,
-        notes=subject.notes + reference.notes,
-    )
+    state = {name: value.clone() for name, value in reference.state.items()}
+    original = reference.record(steps)
+    errors = compare(original, recordings)
+    divergence = None
+    if not errors.equal(TOLERANCE):
+        divergence = first_divergence(
+            subject.program,
+            subject.plan,
+            _cluster(subject.plan),
+            folder,
+            state,
+            reference.inputs,
+            differing(original, recordings, "gradients"),
+        )
+    return VerifyResult(errors.equal(TOLERANCE), errors, divergence, subject.notes + reference.notes)
+
+
+def _cluster(plan: Plan) -> Cluster:
+    """The plan's cluster, for the prices that chose its conversions; a plain one where only a file describes it."""
+    try:
+        return parse_cluster(plan.cluster)
+    except BadInput:
+        devices = max(device for stage in plan.stages for device in stage.mesh.devices) + 1
+        return parse_cluster(f"1x{devices}@cpu")
 
 
 @contextlib.contextmanager

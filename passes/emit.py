@@ -13,7 +13,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from autoshard import schedule
-from autoshard.passes.emit_classes import ClassText, StageText, StageWriter
+from autoshard.passes.emit_classes import ClassText, Made, StageText, StageWriter
 from autoshard.passes.emit_expression import Expression
 from autoshard.passes.emit_format import formatted
 from autoshard.passes.emit_scope import expression_text, symbols_of
@@ -40,13 +40,8 @@ class StageWiring:
 
 def emit(program: Program, plan: Plan, local: LocalProgram, constants: Mapping[str, bytes]) -> dict[str, str]:
     """File name -> text. constants: the file of values that modules read, if there is one."""
-    letters, dtype = letters_of(program), main_dtype(local.stages)
-    summed = _most_summed(local.stages)
-    texts = []
-    for stage in local.stages:
-        writer = StageWriter(program, stage, letters, dtype, summed)
-        writer.program_stages = local.stages
-        texts.append(writer.text())
+    letters, dtype, summed = letters_of(program), main_dtype(local.stages), _most_summed(local.stages)
+    texts = [writer.text() for writer in _writers(program, local)]
     environment = Environment(
         loader=PackageLoader("autoshard", "templates"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         autoescape=False,
@@ -73,6 +68,23 @@ def emit(program: Program, plan: Plan, local: LocalProgram, constants: Mapping[s
         )
         return {"model.py": formatted(_spaced(model), "model.py")}
     return _pipeline(program, plan, local, texts, common, environment, letters)
+
+
+def made_tensors(program: Program, local: LocalProgram) -> list[dict[tuple[str, int], tuple[Made, ...]]]:
+    """Of each stage: module path and number of its call -> what the statements of that forward make, in order."""
+    found = []
+    for writer in _writers(program, local):
+        writer.text()
+        order: dict[tuple[str, int], tuple[Made, ...]] = {}
+        for path, call in sorted(key for key in writer.made if key[1] >= 0):
+            order[path, sum(1 for known, _ in order if known == path)] = writer.made[path, call]
+        found.append(order)
+    return found
+
+
+def _writers(program: Program, local: LocalProgram) -> list[StageWriter]:
+    letters, dtype, summed = letters_of(program), main_dtype(local.stages), _most_summed(local.stages)
+    return [StageWriter(program, stage, letters, dtype, summed, len(local.stages)) for stage in local.stages]
 
 
 def _pipeline(

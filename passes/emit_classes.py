@@ -34,6 +34,14 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Made:
+    """What one statement of a forward gives names to: targets -> tensors. No targets: what it returns."""
+
+    targets: tuple[str, ...]
+    tensors: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
 class ClassText:
     """One class. placements, summed: lines of its tables. axes: process groups that its constructor takes."""
 
@@ -69,8 +77,9 @@ class StageWriter:
         letters: Mapping[Any, str],
         dtype: Any,
         default_summed: tuple[str, ...],
+        stages: int,
     ) -> None:
-        self.program, self.stage, self.letters = program, stage, letters
+        self.program, self.stage, self.letters, self.stages = program, stage, letters, stages
         self.dtype, self.default_summed = dtype, default_summed
         self.names = stored_names(stage)
         self.root = build(stage, program.classes)
@@ -82,6 +91,7 @@ class StageWriter:
         self.users: dict[str, list[str]] = {}
         self.methods: dict[tuple[str, int], str] = {}
         self.signatures: dict[tuple[str, int], Signature] = {}
+        self.made: dict[tuple[str, int], tuple[Made, ...]] = {}
 
     # ---------------------------------------------------------------- calls
 
@@ -196,12 +206,10 @@ class StageWriter:
     def _doc(self, name: str) -> str:
         paths = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in self.users[name]))
         if paths == [""]:
-            stages = len(self.program_stages)
-            return f"One rank's part of {f'stage {self.stage.number} of {stages}' if stages > 1 else 'the model'}."
+            whole = f"stage {self.stage.number} of {self.stages}" if self.stages > 1 else "the model"
+            return f"One rank's part of {whole}."
         others = {0: "", 1: " and one more"}.get(len(paths) - 1, f" and {len(paths) - 1} more")
         return f"One rank's part of {paths[0]}{others}."
-
-    program_stages: Sequence[LocalStage] = ()
 
     # ---------------------------------------------------------------- forward
 
@@ -212,6 +220,8 @@ class StageWriter:
             raise _Incomplete(body, self._provider(missing.size)) from None
         self.imports |= written.imports
         self.signatures[body.path, body.call] = Signature(written.parameters, written.outputs)
+        made = [Made(statement.targets, statement.values) for statement in written.statements if statement.targets]
+        self.made[body.path, body.call] = (*made, Made((), tuple(body.outputs)))
         return written
 
     def _provider(self, size: Any) -> str:

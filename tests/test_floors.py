@@ -17,7 +17,7 @@ FLOORS = (
     {"passes"},
     {"compiler", "plan_check", "plan_price"},
     {"api", "loading", "compiled", "parallelize", "ranks", "report", "demo", "demo_model"}
-    | {"verify", "verify_folder", "verify_program", "verify_reference", "verify_twin"},
+    | {"verify", "verify_divergence", "verify_folder", "verify_watch", "verify_program", "verify_reference", "verify_twin"},
     {""},  # autoshard/__init__.py: the public names
     {"cli", "__main__"},
 )
