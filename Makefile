@@ -1,4 +1,5 @@
-# One command does everything on a machine that has Python 3.10 or newer and make:
+# Two commands do everything on a machine that has Python 3.10 or newer and make:
+#   make demo   environment, install, main job
 #   make test   environment, install, all tests
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format check coverage wheel clean
+.PHONY: help setup demo test lint format check coverage wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -29,6 +30,9 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 setup: $(VENV)/.installed-test  ## environment with everything for development
+
+demo: $(VENV)/.installed  ## the main job, from nothing: a small GPT on one process and on four
+	$(BIN)/autoshard demo
 
 test: $(VENV)/.installed-test  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from autoshard import api
 from autoshard.compiled import check_folder
+from autoshard.demo import run_demo
 from autoshard.errors import AutoshardError, BadInput
 from autoshard.plan import Plan
 from autoshard.plan_file import to_json
@@ -135,6 +136,19 @@ def verify_command(
     typer.echo(json_text.dumps(_result_data(result), indent=1) if json else str(result))
     if not result.equal:
         raise typer.Exit(1)
+
+
+@app.command("demo")
+def demo_command(
+    steps: Annotated[int, typer.Option(help="training steps")] = 30,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for the emitted program; left out: a new temporary one")
+    ] = None,
+) -> None:
+    """The main job on this machine's CPU: a small GPT trained on one process and, emitted, on four."""
+    with _refusals():
+        code = run_demo(out, steps)
+    raise typer.Exit(code)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import autoshard.api
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], key=str)
 RUN = [page for page in PAGES if page.parent.name == "docs" and "```python" in page.read_text()]
@@ -15,6 +17,14 @@ def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     exec(compile("\n".join(blocks), page.name, "exec"), {"__name__": page.stem})
+
+
+def test_the_first_screen_shows_what_is_emitted():
+    page = (ROOT / "README.md").read_text()
+    command = re.search(r"`autoshard compile (\S+) --cluster (\S+) --mesh (\S+) --out out`", page)
+    shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    workload, cluster, mesh = command.groups()
+    assert shown in autoshard.api.compile(workload, cluster, mesh=mesh).files["model.py"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
