@@ -101,8 +101,13 @@ def schema(node: LocalNode) -> Any:
     return getattr(getattr(torch.ops.aten, name), overload)._schema
 
 
-def further(node: LocalNode, scope: Scope, done: Sequence[str], dims_as_numbers: bool = True) -> list[str]:
-    """Arguments besides `done` that are not at their defaults: by position while nothing is left out, then by name."""
+def further(
+    node: LocalNode, scope: Scope, done: Sequence[str], dims_as_numbers: bool = True, by_position: int = 99
+) -> list[str]:
+    """Arguments besides `done` that are not at their defaults.
+
+    By position while nothing is left out, `by_position` of them at most; then by name.
+    """
     found, by_name = [], False
     for argument in schema(node).arguments:
         name = argument.name
@@ -118,7 +123,7 @@ def further(node: LocalNode, scope: Scope, done: Sequence[str], dims_as_numbers:
         if dims_as_numbers and name == "dim" and isinstance(given, tuple) and len(given) == 1:
             given = given[0]
         written = text(given, scope)
-        by_name = by_name or argument.kwarg_only or isinstance(given, bool)
+        by_name = by_name or argument.kwarg_only or isinstance(given, bool) or len(found) >= by_position
         found.append(f"{name}={written}" if by_name else written)
     return found
 
@@ -148,13 +153,13 @@ def method(name: str = "") -> Writer:
     return write
 
 
-def function(called: str) -> Writer:
-    """called(x, ...)"""
+def function(called: str, by_position: int = 99) -> Writer:
+    """called(x, ...), the first `by_position` arguments by position: torch.nn.functional has others in their places."""
 
     def write(node: LocalNode, scope: Scope) -> Expression:
         if called.startswith("F."):
             scope.uses("F", "")
-        return Expression(f"{called}({', '.join(further(node, scope, ()))})")
+        return Expression(f"{called}({', '.join(further(node, scope, (), by_position=by_position))})")
 
     return write
 
@@ -165,9 +170,7 @@ def binary(symbol: str, level: int) -> Writer:
     def write(node: LocalNode, scope: Scope) -> Expression:
         names = [argument.name for argument in schema(node).arguments[:2]]
         left, right = (value(node.arguments[name], scope) for name in names)
-        alpha = node.arguments.get("alpha", 1)
-        if alpha != 1:
-            right = Expression(f"{text(alpha, scope)} * {right.within(UNARY)}", PRODUCT)
+        right = _times(node.arguments.get("alpha", 1), right, scope)
         closer = level - 1 if level not in (COMPARISON, BITS) else SUM
         leftmost = level if level in (SUM, PRODUCT) else closer
         return Expression(f"{left.within(leftmost)} {symbol} {right.within(closer)}", level)
@@ -175,11 +178,16 @@ def binary(symbol: str, level: int) -> Writer:
     return write
 
 
+def _times(alpha: Any, x: Expression, scope: Scope) -> Expression:
+    return x if alpha == 1 else Expression(f"{text(alpha, scope)} * {x.within(UNARY)}", PRODUCT)
+
+
 def reversed_binary(symbol: str, level: int) -> Writer:
     """rsub: other - self."""
 
     def write(node: LocalNode, scope: Scope) -> Expression:
         x, other = value(node.arguments["self"], scope), value(node.arguments["other"], scope)
+        x = _times(node.arguments.get("alpha", 1), x, scope)
         return Expression(f"{other.within(level)} {symbol} {x.within(level - 1)}", level)
 
     return write

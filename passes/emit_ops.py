@@ -25,6 +25,7 @@ from autoshard.passes.emit_expression import (
     loss_arguments,
     method,
     reversed_binary,
+    schema,
     text,
     unary,
     value,
@@ -63,7 +64,9 @@ def _group_norm(node: LocalNode, scope: Scope) -> Expression:
     channels = scope.tensor(node.arguments["input"].name).dims[1]
     groups = scope.size(Extent(node.arguments["num_groups"], channels.axes))
     given = [text(node.arguments["input"], scope), groups.text]
-    return Expression(f"F.group_norm({', '.join([*given, *further(node, scope, ('input', 'num_groups'))])})")
+    return Expression(
+        f"F.group_norm({', '.join([*given, *further(node, scope, ('input', 'num_groups', 'cudnn_enabled'))])})"
+    )
 
 
 def _convolution(called: str) -> Writer:
@@ -85,6 +88,8 @@ def _embedding(node: LocalNode, scope: Scope) -> Expression:
     given = [text(node.arguments[name], scope) for name in ("indices", "weight")]
     if node.arguments.get("padding_idx", -1) >= 0:
         given.append(text(node.arguments["padding_idx"], scope))
+    if node.arguments.get("scale_grad_by_freq"):
+        given.append("scale_grad_by_freq=True")
     return Expression(f"F.embedding({', '.join(given)})")
 
 
@@ -104,12 +109,18 @@ def _regression(called: str) -> Writer:
     def write(node: LocalNode, scope: Scope) -> Expression:
         scope.uses("F", "")
         given = [text(node.arguments[name], scope) for name in ("self", "target")]
-        rest = further(node, scope, ("self", "target", "reduction"))
+        rest = further(node, scope, ("self", "target", "reduction"), by_position=0)
         return Expression(
             f'{called}({", ".join([*given, *rest])}, reduction="{REDUCTIONS[node.arguments.get("reduction", 1)]}")'
         )
 
     return write
+
+
+def _elu(node: LocalNode, scope: Scope) -> Expression:
+    if any(node.arguments.get(name, 1) != 1 for name in ("scale", "input_scale")):
+        return fallback(node, scope)
+    return function("F.elu")(node, scope)
 
 
 def _to(node: LocalNode, scope: Scope) -> Expression:
@@ -255,7 +266,10 @@ def _counted(called: str) -> Writer:
 
 def fallback(node: LocalNode, scope: Scope) -> Expression:
     """torch.ops.aten.name.overload(...)"""
-    return Expression(f"torch.ops.{node.target}({', '.join(further(node, scope, (), dims_as_numbers=False))})")
+    given = further(node, scope, (), dims_as_numbers=False)
+    if not node.operands() and any(argument.name == "device" for argument in schema(node).arguments):
+        given.append(f"device={scope.device()}")
+    return Expression(f"torch.ops.{node.target}({', '.join(given)})")
 
 
 _METHODS = (
@@ -299,10 +313,10 @@ WRITERS: Mapping[str, Writer] = MappingProxyType(
     | {
         f"aten.{name}": function(f"F.{called}")
         for name, called in (
-            ("relu.default", "relu"), ("gelu.default", "gelu"), ("silu.default", "silu"), ("elu.default", "elu"),
+            ("relu.default", "relu"), ("gelu.default", "gelu"), ("silu.default", "silu"),
             ("leaky_relu.default", "leaky_relu"), ("softplus.default", "softplus"), ("hardtanh.default", "hardtanh"),
             ("hardswish.default", "hardswish"), ("hardsigmoid.default", "hardsigmoid"), ("mish.default", "mish"),
-            ("log_sigmoid.default", "logsigmoid"), ("softmax.int", "softmax"), ("log_softmax.int", "log_softmax"),
+            ("log_sigmoid.default", "logsigmoid"),
             ("max_pool2d.default", "max_pool2d"), ("avg_pool2d.default", "avg_pool2d"),
             ("adaptive_avg_pool2d.default", "adaptive_avg_pool2d"), ("max_pool1d.default", "max_pool1d"),
             ("avg_pool1d.default", "avg_pool1d"), ("adaptive_avg_pool1d.default", "adaptive_avg_pool1d"),
@@ -310,6 +324,8 @@ WRITERS: Mapping[str, Writer] = MappingProxyType(
             ("scaled_dot_product_attention.default", "scaled_dot_product_attention"),
         )
     }
+    | {f"aten.{name}.int": function(f"F.{name}", by_position=1) for name in ("softmax", "log_softmax")}
+    | {"aten.elu.default": _elu}
     | {"aten.pad.default": function("F.pad"), "aten.one_hot.default": function("F.one_hot")}
     | {f"aten.conv{n}d.{kind}": _convolution(f"F.conv{n}d") for n in (1, 2, 3) for kind in ("default", "padding")}
     | {
