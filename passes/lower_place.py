@@ -37,7 +37,7 @@ class Placer:
         outside is changed outside, so that blocks stay alike.
         """
         first = min(readers)
-        depth = self._depth(readers)
+        depth = self._depth(readers, maker is None)
         if maker is not None:
             depth = self._outside_blocks(first, depth, self._frames(maker) if maker >= 0 else ())
         position = self._start(first, depth)
@@ -51,13 +51,13 @@ class Placer:
             return self.calls[index]
         return self.calls[-1][:1] if self.calls else ()
 
-    def _depth(self, readers: Sequence[int]) -> int:
-        """How many frames all readers share, less those that are better left alone."""
+    def _depth(self, readers: Sequence[int], is_stored: bool) -> int:
+        """How many frames all readers share, less those that are better left alone: what a module stores stays in it."""
         chains = [self._frames(index) for index in readers]
         depth = 0
         while all(depth < len(chain) for chain in chains) and len({_key(chain[depth]) for chain in chains}) == 1:
             depth += 1
-        while depth > 1 and self._is_closed(chains[0][depth - 1]):
+        while depth > 1 and self._is_closed(chains[0][depth - 1], is_stored):
             depth -= 1
         return max(depth, 1)
 
@@ -70,8 +70,11 @@ class Placer:
                     return level
         return depth
 
-    def _is_closed(self, frame: Frame) -> bool:
-        return frame.class_name in CONTAINERS or not has_children(frame.path, self.classes)
+    def _is_closed(self, frame: Frame, is_stored: bool) -> bool:
+        if frame.class_name in CONTAINERS:
+            return True
+        childless = not has_children(frame.path, self.classes)
+        return childless and (not is_stored or frame.class_name.startswith("torch.nn."))
 
     def _start(self, first: int, depth: int) -> int:
         """Where the child call that holds operator `first` begins, below the call of this depth."""
