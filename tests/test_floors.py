@@ -16,8 +16,16 @@ FLOORS = (
     {"rules", "cost"},
     {"passes"},
     {"compiler", "plan_check", "plan_price"},
-    {"api", "loading", "compiled", "parallelize", "ranks", "report", "demo", "demo_model"}
-    | {"verify", "verify_divergence", "verify_folder", "verify_watch", "verify_program", "verify_reference", "verify_twin"},
+    {"api", "loading", "compiled", "parallelize", "parallel_model", "ranks", "report", "demo", "demo_model"}
+    | {
+        "verify",
+        "verify_divergence",
+        "verify_folder",
+        "verify_watch",
+        "verify_program",
+        "verify_reference",
+        "verify_twin",
+    },
     {""},  # autoshard/__init__.py: the public names
     {"cli", "__main__"},
 )
