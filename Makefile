@@ -37,6 +37,9 @@ demo: $(VENV)/.installed  ## the main job, from nothing: a small GPT on one proc
 test: $(VENV)/.installed-test  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
 
+golden: $(VENV)/.installed-test  ## emitted texts under review, written anew: read the diff
+	$(BIN)/python -m pytest tests/test_golden.py --update-golden
+
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ Classes are prepared as records of strings (`emit_classes`); the Jinja2 template
 them out.
 """
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from autoshard import schedule
 from autoshard.passes.emit_classes import ClassText, Made, StageText, StageWriter
 from autoshard.passes.emit_expression import Expression
-from autoshard.passes.emit_format import formatted
+from autoshard.passes.emit_format import LINE_LENGTH, formatted
 from autoshard.passes.emit_scope import expression_text, symbols_of
 from autoshard.passes.local import LocalCrossing, LocalProgram, LocalStage
 from autoshard.passes.lower_convert import size_words, time_words
@@ -59,7 +60,7 @@ def emit(program: Program, plan: Plan, local: LocalProgram, constants: Mapping[s
         imports = _imports(text.imports, text.classes, _wiring_imports("microbatch", "MicrobatchStep", bool(constants)))
         model = environment.get_template("model.py.jinja").render(
             **common,
-            header=_header(program, plan, letters),
+            header=_wrapped(_header(program, plan, letters)),
             imports=imports,
             mesh=repr(_mesh(stage)),
             classes=text.classes,
@@ -106,7 +107,7 @@ def _pipeline(
             f"Mesh: {stage.mesh}. {_legend(letters, program)}",
         ]
         source = environment.get_template("stage.py.jinja").render(
-            header=header, imports=_imports(text.imports, text.classes, ()), classes=text.classes
+            header=_wrapped(header), imports=_imports(text.imports, text.classes, ()), classes=text.classes
         )
         files[f"{name}.py"] = formatted(_spaced(source), f"{name}.py")
         ranks = [_ranks(plan)[device] for device in plan.stages[stage.number].mesh.devices]
@@ -127,7 +128,7 @@ def _pipeline(
     tied = [f"Tied({tuple(t.shape)!r}, {dict(t.copies)!r})" for t in local.tied]
     source = environment.get_template("pipeline.py.jinja").render(
         **common,
-        header=_header(program, plan, letters),
+        header=_wrapped(_header(program, plan, letters)),
         imports=imports,
         stages=wirings,
         crossings=[_crossing(crossing) for crossing in local.crossings],
@@ -234,6 +235,11 @@ def _header(program: Program, plan: Plan, letters: Mapping[Any, str]) -> list[st
         f"Predicted step {time_words(plan.predicted.step_time_s)} ({breakdown}), at most {peak} per device.",
         _legend(letters, program),
     ]
+
+
+def _wrapped(comments: Iterable[str]) -> list[str]:
+    """Comments as lines that are not too long behind their mark."""
+    return [line for text in comments for line in textwrap.wrap(text, LINE_LENGTH - 2, break_on_hyphens=False)]
 
 
 def _legend(letters: Mapping[Any, str], program: Program) -> str:

@@ -192,7 +192,7 @@ class StageWriter:
         """The class that is already there with this text; else this one, under a name of its own."""
         alike = [known for known in self.order if re.sub(r"_\d+$", "", known.name) == text.name]
         for known in alike:
-            if replace(known, name=text.name) == text:
+            if _plain(known, text.name) == _plain(text, text.name):
                 return known
         names = {known.name for known in self.order}
         name, number = text.name, 1
@@ -305,6 +305,15 @@ class StageWriter:
 class _Incomplete(Exception):
     def __init__(self, body: Body, tensor: str) -> None:
         self.body, self.tensor = body, tensor
+
+
+def _plain(text: ClassText, name: str) -> ClassText:
+    """A class without its shapes, which are told by letters of where it was met first."""
+    forwards = tuple(
+        replace(forward, doc="", lines=tuple(re.sub(r"  # .*", "", line) for line in forward.lines))
+        for forward in text.forwards
+    )
+    return replace(text, name=name, forwards=forwards)
 
 
 def _return(lines: list[str], returns: str) -> None:
