@@ -139,21 +139,21 @@ def _renamed(
                 if pair is not None and x == pair[0] and position > equals and x not in assigned:
                     return None
                 continue
-            named = x.isidentifier() and y.isidentifier() and y not in assigned and position > equals
+            named = x.isidentifier() and y.isidentifier() and not {x, y} & assigned and position > equals
             if not named or pair not in (None, (y, x)):
                 return None
             pair = (y, x)
         assigned |= set(b.targets)
     if pair is None:
         return None
-    # The new name may not stand for something else that the first round still reads, before it is given.
+    # A round must hand the new name on to the next one, and the first may not read something else under it before.
     for statement in first:
-        right_side = statement.text.partition("=")[2]
-        if re.search(rf"\b{pair[0]}\b", right_side):
+        read = statement.text.partition(" = ")[2] if statement.targets else statement.text
+        if re.search(rf"\b{pair[0]}\b", read):
             return None
         if pair[0] in statement.targets:
-            break
-    return pair
+            return pair
+    return None
 
 
 def _loop(found: _Found, body: Sequence[Statement], sizes: Mapping[str, int]) -> Loop:
