@@ -8,19 +8,22 @@ kinds of layouts and the way they are written, not the text.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.cluster import parse_cluster
+from autoshard.cluster import Cluster, parse_cluster
 from autoshard.compiler import compile_workload
 from autoshard.errors import AutoshardError, BadInput
 from autoshard.loading import integer_arguments, load_workload, takes_argument
 from autoshard.passes.inter_options import MeshShape, PlanOptions, format_mesh
+from autoshard.passes.inter_setting import fingerprints
+from autoshard.passes.segment import Chain, segment
 from autoshard.passes.trace import trace
 from autoshard.placement import format_layout, product
 from autoshard.plan import Plan
 from autoshard.program import Program, result_types
+from autoshard.verify_twin_plan import Traced, carried_plan
 from autoshard.workload import Workload
 
 MOST_RANKS = 8
@@ -97,7 +100,11 @@ def _compiled(workload: Workload, small: Workload, plan: Plan, shape: MeshShape,
         pins=_pins(plan, shape, names),
     )
     cluster = parse_cluster(f"1x{product([size for _, size in shape]) * stages}@cpu")
-    program, _, made, files = compile_workload(small, cluster, options)
+    kept, found = "its layouts are the plan's", _carried(workload, small, plan, shape, cluster)
+    if found is None:
+        kept = "its parameters are stored as the plan stores them, the rest was planned anew"
+        found = compile_workload(small, cluster, options)
+    program, _, made, files = found
     before = {**integer_arguments(workload.name), **workload.settings} if workload.name else {}
     changed = [
         f"{name}={value}" for name, value in small.settings.items() if name != "device" and before.get(name) != value
@@ -105,11 +112,26 @@ def _compiled(workload: Workload, small: Workload, plan: Plan, shape: MeshShape,
     notes = [
         f"a reduced twin was run: {reason}",
         f"its mesh is {format_mesh(shape)} in each of {stages} stage{'s' * (stages > 1)}, with {made.microbatches} "
-        "microbatches; its parameters are stored as the plan stores them, the rest was planned anew",
+        f"microbatches; {kept}",
     ]
     if changed:
         notes.append(f"its sizes: {', '.join(changed)}")
     return Twin(small, program, made, files, tuple(notes))
+
+
+def _carried(
+    workload: Workload, small: Workload, plan: Plan, shape: MeshShape, cluster: Cluster
+) -> tuple[Program, Chain, Plan, Mapping[str, str | bytes]] | None:
+    """The small instance compiled with the plan's own layouts, None where it does not take them."""
+    large, little = (Traced(program, segment(program)) for program in (trace(workload), trace(small)))
+    carried = carried_plan(plan, large, little, shape, _microbatches(plan))
+    if carried is None:
+        return None
+    try:
+        known = replace(carried, fingerprints=fingerprints(little.program, cluster))
+        return compile_workload(small, cluster, plan=known)
+    except AutoshardError:  # layouts that the small sizes do not take
+        return None
 
 
 def _microbatches(plan: Plan) -> int:

@@ -108,7 +108,8 @@ def further(
 
     By position while nothing is left out, `by_position` of them at most; then by name.
     """
-    found, by_name = [], False
+    found: list[str] = []
+    by_name = False
     for argument in schema(node).arguments:
         name = argument.name
         if name in done or name in _SKIPPED or name not in node.arguments:

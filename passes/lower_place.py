@@ -52,7 +52,7 @@ class Placer:
         return self.calls[-1][:1] if self.calls else ()
 
     def _depth(self, readers: Sequence[int], is_stored: bool) -> int:
-        """How many frames all readers share, less those that are better left alone: what a module stores stays in it."""
+        """How many frames all readers share, less those better left alone: what a module stores stays in it."""
         chains = [self._frames(index) for index in readers]
         depth = 0
         while all(depth < len(chain) for chain in chains) and len({_key(chain[depth]) for chain in chains}) == 1:

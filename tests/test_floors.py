@@ -25,6 +25,7 @@ FLOORS = (
         "verify_program",
         "verify_reference",
         "verify_twin",
+        "verify_twin_plan",
     },
     {""},  # autoshard/__init__.py: the public names
     {"cli", "__main__"},
