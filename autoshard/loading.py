@@ -75,7 +75,10 @@ def _find_file(source: str, near: Path | None) -> Path:
     for path in (Path(source), *(folder / source for folder in folders)):
         if path.is_file():
             return path
-    raise BadInput(f"there is no file '{source}'", help="give its path from here, or an absolute one")
+    help = "give its path from here, or an absolute one"
+    if near is not None:
+        help = f"the program was compiled from there: do this in the folder where '{source}' lies"
+    raise BadInput(f"there is no file '{source}'", help=help)
 
 
 def _load(source: str) -> ModuleType:

@@ -45,13 +45,12 @@ class Request:
 class Shared:
     """What rank 0 compiled, as every rank gets it.
 
-    outputs: for each leaf of forward's result whether it is the loss. modal: why training and evaluation differ, None
-    where they do not.
+    result: forward's result with, for each leaf, whether it is the loss. modal: why training and evaluation differ,
+    None where they do not.
     """
 
     files: Mapping[str, str | bytes]
-    outputs: tuple[bool, ...]
-    out_spec: Any
+    result: Any
     dtype: torch.dtype
     modal: str | None
 
@@ -98,9 +97,7 @@ class Running:
             loss = _Deliver.apply(loss, gradients, anchor, *(own for own, _ in self.pairs))
         self.share_buffers(model)
         loss = loss.to(self.shared.dtype)
-        return pytree.tree_unflatten(
-            [loss if is_loss else None for is_loss in self.shared.outputs], self.shared.out_spec
-        )
+        return pytree.tree_map(lambda is_loss: loss if is_loss else None, self.shared.result)
 
     def inputs(self, args: Any, kwargs: Any, request: Request) -> dict[str, Tensor]:
         """This rank's share of a batch, by input name."""
@@ -237,7 +234,7 @@ def _shared(program: Program, files: Mapping[str, str | bytes]) -> Shared:
     is_loss = [leaf == program.loss for leaf in program.outputs]
     if not any(is_loss):  # forward's result is the loss in another shape
         is_loss = [True] * len(is_loss)
-    return Shared(files, tuple(is_loss), program.out_spec, loss.dtype, _modal(program))
+    return Shared(files, pytree.tree_unflatten(is_loss, program.out_spec), loss.dtype, _modal(program))
 
 
 def _modal(program: Program) -> str | None:
