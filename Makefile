@@ -12,7 +12,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format check coverage wheel clean
+.PHONY: help setup demo test matrix lint format check coverage wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ demo: $(VENV)/.installed  ## the main job, from nothing: a small GPT on one proc
 
 test: $(VENV)/.installed-test  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
+
+matrix: $(VENV)/.installed-test  ## every tiny model under every configuration: the long form of tests/test_equality.py
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "" tests/test_equality.py
 
 golden: $(VENV)/.installed-test  ## emitted texts under review, written anew: read the diff
 	$(BIN)/python -m pytest tests/test_golden.py --update-golden
