@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autoshard.passes.emit_expression import PRODUCT, Expression, Scope, Writer, loss_arguments, text, value
+from autoshard.passes.emit_expression import (
+    PRODUCT,
+    Expression,
+    Scope,
+    Writer,
+    function,
+    loss_arguments,
+    text,
+    value,
+)
 from autoshard.passes.local import LocalNode
 
 
@@ -12,6 +21,19 @@ def _dropout(node: LocalNode, scope: Scope) -> Expression:
     axes = dict.fromkeys(axis for extent in scope.tensor(name).dims for axis in extent.axes)
     given = [scope.ref(name).text, text(node.arguments["p"], scope), "self.training", *map(scope.group, axes)]
     return Expression(f"{scope.uses('operators', 'dropout')}({', '.join(given)})")
+
+
+def _attention(node: LocalNode, scope: Scope) -> Expression:
+    called = function("F.scaled_dot_product_attention")
+    if node.arguments.get("dropout_p", 0.0) == 0:
+        return called(node, scope)
+    tensors = [text(node.arguments[name], scope) for name in ("query", "key", "value")]
+    axes = dict.fromkeys(axis for extent in scope.tensor(node.arguments["query"].name).dims for axis in extent.axes)
+    given = [*tensors, text(node.arguments["dropout_p"], scope), "self.training", *map(scope.group, axes)]
+    for name, default in (("attn_mask", None), ("is_causal", False), ("scale", None), ("enable_gqa", False)):
+        if node.arguments.get(name, default) is not default:
+            given.append(f"{name}={text(node.arguments[name], scope)}")
+    return Expression(f"{scope.uses('operators', 'attention_with_dropout')}({', '.join(given)})")
 
 
 def _groups(node: LocalNode, scope: Scope) -> list[str]:
@@ -65,6 +87,8 @@ def conversion(node: LocalNode, scope: Scope) -> Expression:
 WRITERS: Mapping[str, Writer] = MappingProxyType(
     {
         "aten.dropout.default": _dropout,
+        "aten.scaled_dot_product_attention.default": _attention,
+        "aten.native_dropout.default": _dropout,
         "aten._native_batch_norm_legit_functional.default": _batch_norm,
         "vocab_embedding": _vocab_embedding,
         "vocab_cross_entropy": _vocab_cross_entropy,

@@ -41,7 +41,11 @@ class Plain:
 
     @property
     def results(self) -> tuple[str | None, ...]:
-        return self.node.results
+        return self.node.results[:1] if self.node.target in _ONE_RESULT else self.node.results
+
+
+_ONE_RESULT = frozenset({"aten.native_dropout.default"})
+"""Operators whose further results (dropout's mask) nobody reads and the emitted call does not give."""
 
 
 @dataclass

@@ -210,6 +210,18 @@ def dropout(x: Tensor, p: float, training: bool, *groups: ProcessGroup) -> Tenso
     return x * keep * (1 / (1 - p) if p < 1 else 0.0)
 
 
+def attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, p: float, training: bool, *groups: ProcessGroup, **options: Any
+) -> Tensor:
+    """scaled_dot_product_attention with dropout of its weights; masks as in `dropout`; options: its other arguments."""
+    if not training or p == 0:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    seed = shard_generator(q.device, *groups).initial_seed()
+    with torch.random.fork_rng([q.device] if q.device.type == "cuda" else []):  # it draws from the default generator
+        torch.manual_seed(seed)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, **options)
+
+
 def shard_generator(device: torch.device, *groups: ProcessGroup) -> torch.Generator:
     """A generator for one draw: the same on ranks at the same place in `groups`, another at each other place.
 
