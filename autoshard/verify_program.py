@@ -102,7 +102,9 @@ def _compared(subject: _Subject, folder: Folder, steps: int) -> VerifyResult:
     reference = make_reference(on_cpu(subject.workload, subject.near), subject.program)
     # The ranks first: they are forked, and this process has computed nothing yet.
     recordings = record_folder(folder, reference.state, reference.inputs, steps, dropout=reference.dropout)
-    state = {name: value.clone() for name, value in reference.state.items()}
+    # All buffers, also those that no state dict has: the model is run again if it differs.
+    buffers = reference.workload.model.named_buffers(remove_duplicate=False)
+    state = {name: value.detach().clone() for name, value in (*buffers, *reference.state.items())}
     original = reference.record(steps)
     errors = compare(original, recordings)
     divergence = None
