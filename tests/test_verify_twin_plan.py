@@ -24,15 +24,17 @@ def test_layouts_are_carried_and_legal(stages: int, microbatches: int) -> None:
     small_settings = {**settings, "depth": 2 * stages, "width": 32, "hidden": 64}
     small_program, small_chain, _ = make_plan(load_workload(LLAMA, small_settings), little, baselines=False)
     shape = parse_mesh("dp=2,tp=2")
-    carried = carried_plan(plan, Traced(program, chain), Traced(small_program, small_chain), shape, min(microbatches, 2))
+    carried = carried_plan(
+        plan, Traced(program, chain), Traced(small_program, small_chain), shape, min(microbatches, 2)
+    )
     assert carried is not None
     checked = given_plan(
         replace(carried, fingerprints=fingerprints(small_program, little)), small_program, small_chain, little
     )
     assert [stage.mesh.sizes for stage in checked.stages] == [(2, 2)] * stages
     stored = {name: layout for stage in plan.stages for name, layout in stage.parameters.items()}
-    small = {name: layout for stage in checked.stages for name, layout in stage.parameters.items()}
-    assert small and all(layout == stored[name] for name, layout in small.items() if name in stored)
+    found = {name: layout for stage in checked.stages for name, layout in stage.parameters.items()}
+    assert found and all(layout == stored[name] for name, layout in found.items() if name in stored)
 
 
 def test_another_model_is_not_carried() -> None:
