@@ -114,8 +114,11 @@ def _holders(program: Program, stages: Sequence[StageLowering]) -> list[dict[str
             for number, stage in enumerate(stages)
             if any(t.kind in ("parameter", "buffer") and t.value == Value(node) for t in stage.tensors.values())
         ]
+        names = {number: _names_in(stages[number], all_names) for number in users}
+        unclaimed = set(all_names).difference(*names.values())  # of modules that no stage calls: in the first
         for number in users:
-            held[number][node] = all_names if len(users) == 1 else _names_in(stages[number], node, all_names)
+            own = {*names[number], *(unclaimed if number == users[0] else ())}
+            held[number][node] = tuple(name for name in all_names if name in own)
         if not users:
             held[_neighbour(all_names[0], held)][node] = all_names
     for node in program.constants:
@@ -125,7 +128,7 @@ def _holders(program: Program, stages: Sequence[StageLowering]) -> list[dict[str
     return held
 
 
-def _names_in(stage: StageLowering, node: str, names: tuple[str, ...]) -> tuple[str, ...]:
+def _names_in(stage: StageLowering, names: tuple[str, ...]) -> tuple[str, ...]:
     """The names of a shared parameter that belong to modules which this stage calls."""
     called = {frame.path for operator in stage.operators for frame in operator.meta.get("frames", ())}
     own = tuple(name for name in names if name.rpartition(".")[0] in called)
