@@ -237,7 +237,8 @@ def _setting(text: str) -> tuple[str, Any]:
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name, value
+        words = {"true": True, "false": False, "none": None}
+        return name, words.get(value.lower(), value)
 
 
 def main() -> None:

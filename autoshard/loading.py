@@ -157,7 +157,7 @@ def users_code(doing: str, run: Callable[[], Any]) -> Any:
         return run()
     except AutoshardError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(
             f"{doing} failed: {type(error).__name__}: {error}",
             where=users_line(error),

@@ -15,7 +15,7 @@ from autoshard.passes.emit_items import shape_text
 from autoshard.passes.emit_loops import Loop, fold
 from autoshard.passes.emit_modules import Modules
 from autoshard.passes.emit_names import Signature
-from autoshard.passes.emit_tree import Body, Plain, build, connect, stored_names
+from autoshard.passes.emit_tree import Body, Plain, build, connect, owned, stored_names
 from autoshard.passes.local import LocalStage
 from autoshard.passes.source_lines import source_line
 from autoshard.program import Frame, Program
@@ -273,7 +273,8 @@ class StageWriter:
         body = Body("", -1, "", nothing, [Plain(node, nothing) for node in stage.total_nodes])
         made = {name for node in stage.total_nodes for name in node.results}
         reads = dict.fromkeys(name for node in stage.total_nodes for name in node.operands() if name not in made)
-        body.inputs, body.outputs = list(reads), list(stage.totals.values())
+        body.inputs = [name for name in reads if owned(stage.tensors[name], "", self.names) is None]
+        body.outputs = list(stage.totals.values())
         fixed = {name: stage.tensors[name].attribute for name in body.inputs}
         written = self._written(body, fixed)
         lines = self._lines("", written.statements)

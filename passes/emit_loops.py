@@ -161,16 +161,18 @@ def _loop(found: _Found, body: Sequence[Statement], sizes: Mapping[str, int]) ->
     taken = {name for statement in body for name in _TOKEN.findall(statement.text)}
     name = _singular(found.container.rpartition(".")[2], taken)
     whole = sizes.get(found.container)
-    if found.quote:
-        values = f"{found.container}.values()"
-        header = values if found.rounds == whole else f"list({values})[-{found.rounds} :]"
+    item = _item(found.container, last, found.quote)
+    if found.quote and found.rounds != whole:  # a part of a stage's blocks: by their names
+        number = "i" if "i" not in taken else "number"
+        header, name = f"for {number} in range({found.first}, {last + 1}):", f"{found.container}[str({number})]"
+    elif found.quote:
+        header = f"for {name} in {found.container}.values():"
     elif found.rounds == whole:
-        header = found.container
+        header = f"for {name} in {found.container}:"
     else:
         stop = "" if whole == last + 1 else str(last + 1)
-        header = f"{found.container}[{found.first or ''}:{stop}]"
-    item = _item(found.container, last, found.quote)
-    return Loop(f"for {name} in {header}:", tuple(replace(s, text=s.text.replace(item, name)) for s in body))
+        header = f"for {name} in {found.container}[{found.first or ''}:{stop}]:"
+    return Loop(header, tuple(replace(s, text=s.text.replace(item, name)) for s in body))
 
 
 def _singular(name: str, taken: set[str]) -> str:

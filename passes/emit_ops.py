@@ -130,6 +130,17 @@ def _to(node: LocalNode, scope: Scope) -> Expression:
     return Expression(f"{x.within(ATOM)}.to({dtype})")
 
 
+def _copy(node: LocalNode, scope: Scope) -> Expression:
+    """What a slice was assigned: the source in the slice's dtype and shape."""
+    name, source = node.arguments["self"].name, node.arguments["src"].name
+    text_ = scope.ref(source).within(ATOM)
+    if scope.tensor(source).dtype != scope.tensor(name).dtype:
+        text_ += f".to({scope.tensor(name).dtype})"
+    if scope.tensor(source).dims != scope.tensor(name).dims:
+        text_ += f".expand_as({scope.ref(name).text})"
+    return Expression(text_) if text_ != scope.ref(source).within(ATOM) else Expression(f"{text_}.clone()")
+
+
 def _cat(called: str) -> Writer:
     def write(node: LocalNode, scope: Scope) -> Expression:
         tensors = text(tuple(node.arguments["tensors"]), scope)
@@ -344,6 +355,7 @@ WRITERS: Mapping[str, Writer] = MappingProxyType(
         "aten.binary_cross_entropy_with_logits.default": _regression("F.binary_cross_entropy_with_logits"),
         "aten._to_copy.default": _to,
         "aten.to.dtype": _to,
+        "aten.copy.default": _copy,
         "aten.cat.default": _cat("torch.cat"),
         "aten.stack.default": _cat("torch.stack"),
         "aten.select.int": _select,

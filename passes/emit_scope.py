@@ -10,6 +10,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
+from autoshard.errors import UntraceableModel
 from autoshard.passes.emit_expression import ATOM, PRODUCT, SUM, Expression
 from autoshard.passes.local import Extent, LocalTensor
 
@@ -121,9 +122,18 @@ def expression_text(size: Any, atom: Callable[[Any], Expression]) -> Expression:
         return Expression(f"{parts[0].within(PRODUCT)} % {parts[1].within(ATOM)}", PRODUCT)
     if name == "Pow":
         return Expression(f"{parts[0].within(ATOM)} ** {parts[1].within(ATOM)}")
+    if name in ("ToFloat", "Identity"):
+        return parts[0]
+    if name in ("IntTrueDiv", "FloatTrueDiv"):
+        return Expression(f"{parts[0].within(PRODUCT)} / {parts[1].within(ATOM)}", PRODUCT)
+    if name in ("TruncToInt", "FloorToInt"):
+        return Expression(f"int({parts[0].text})")
     if name in ("Max", "Min"):
         return Expression(f"{name.lower()}({', '.join(part.text for part in parts)})")
-    raise ValueError(f"a size that is not written yet: {size}")
+    raise UntraceableModel(
+        f"the size or number {size} of the inputs' sizes cannot be written",
+        help="compute it from tensors, or give it as a Python number",
+    )
 
 
 def _ordered(size: Any) -> Iterator[Any]:

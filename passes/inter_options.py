@@ -1,8 +1,11 @@
 """What a user may fix of the search, and the refusals of what cannot be."""
 
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from autoshard.errors import BadInput
 from autoshard.placement import product
@@ -45,16 +48,23 @@ class PlanOptions:
                 raise BadInput(f"{name} is {limit}", help="give a number above 0")
 
 
+_TAKEN = frozenset({"self", "torch", "nn", "F", "dist", "mesh", "module", "training", "totals", "microbatches"})
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)")
 
 
 def parse_mesh(text: str) -> MeshShape:
     """Read "dp=2,tp=4". Raises BadInput for what is no axis, an axis named twice and a size of 0."""
     axes: list[tuple[str, int]] = []
-    for part in text.replace(" ", "").split(","):
+    for part in map(str.strip, text.split(",")):
         match = _AXIS.fullmatch(part)
         if match is None or int(match[2]) < 1:
             raise BadInput(f"'{part}' is not a mesh axis", where=f"mesh '{text}'", help='write "dp=2,tp=4"')
+        if keyword.iskeyword(match[1]) or hasattr(nn.Module, match[1]) or match[1] in _TAKEN:
+            raise BadInput(
+                f"'{match[1]}' has another meaning in emitted code",
+                where=f"mesh '{text}'",
+                help="name the axis tp, say",
+            )
         if match[1] in dict(axes):
             raise BadInput(f"axis {match[1]} is named twice", where=f"mesh '{text}'")
         axes.append((match[1], int(match[2])))

@@ -142,7 +142,7 @@ def fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
 
     parameters = [f"{p.name} {p.aliases} {p.type} {p.trainable}" for p in program.parameters.values()]
     buffers = [f"{b.name} {b.type} {b.updated_by}" for b in program.buffers.values()]
-    graph = [f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}" for node in program.graph.nodes]
+    graph = [f"{node.op} {node.name} {_called(node.target)} {node.args} {node.kwargs}" for node in program.graph.nodes]
     inputs = [f"{given.name} {given.type} {given.batch_dim}" for given in program.inputs.values()]
     return {
         "model": digest(parameters + buffers + graph),
@@ -150,6 +150,11 @@ def fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
         "cluster": cluster.fingerprint,
         "torch": str(torch.__version__),
     }
+
+
+def _called(target: object) -> str:
+    """What a node calls, without the address that Python functions print."""
+    return str(target) if isinstance(target, (str, torch._ops.OpOverload)) else getattr(target, "__name__", str(target))
 
 
 def check_pinned_axes(options: PlanOptions) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import BadInput
 from autoshard.placement import I, P, Placement, R, S
 from autoshard.program import Operator, Program, Value, hint, is_tensor, operand_values, operator_of, place
 from autoshard.rules import AxisStrategy, axis_strategies
 from autoshard.rules.implementations import IMPLEMENTATIONS
+from autoshard.rules.local import LOCAL_ARGUMENTS
 
 
 class CoupledSamples(BadInput):
@@ -92,11 +94,24 @@ class _Propagation:
 
     def _operator(self, node: fx.Node) -> None:
         op, values = operator_of(node), operand_values(node)
+        self._refuse_counts(node)
         strategy = self._choose(node, op, values)
         if strategy is None:
             self._refuse(node, op, values)
         assert strategy is not None
         self._keep(node, strategy, values)
+
+    def _refuse_counts(self, node: fx.Node) -> None:
+        """The number of samples, used as a number and not as a size, would be a microbatch's."""
+        if str(node.target) in LOCAL_ARGUMENTS or str(node.target).startswith("aten.arange"):
+            return
+        numbers = [item for item in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(item, fx.Node)]
+        if any(_depends(item.meta.get("val"), self.symbols) for item in numbers):
+            raise CoupledSamples(
+                f"{node.target} counts with the number of samples, which in a microbatch is another",
+                where=place(node),
+                help="use one microbatch (--microbatches 1), or a mean (of F.cross_entropy, say) for the division",
+            )
 
     def _keep(self, node: fx.Node, strategy: AxisStrategy, values: tuple[Value, ...]) -> None:
         self.found[node.name] = strategy
@@ -227,6 +242,12 @@ def _communicates(strategy: AxisStrategy) -> bool:
 
 def _follows(size: Any, symbols: frozenset[Any]) -> bool:
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols & symbols)
+
+
+def _depends(value: Any, symbols: frozenset[Any]) -> bool:
+    """Whether a number (not a tensor) is made of one of these symbols."""
+    is_number = isinstance(value, (torch.SymInt, torch.SymFloat))
+    return is_number and bool(value.node.expr.free_symbols & symbols)
 
 
 def _smallest_factor(number: int) -> int:

@@ -16,7 +16,7 @@ from torch import fx
 from autoshard.errors import UntraceableModel
 from autoshard.passes.normalize_build import same_shape, same_size
 from autoshard.passes.normalize_index import drop_counting_indices
-from autoshard.passes.normalize_loss import sum_losses
+from autoshard.passes.normalize_loss import shape_losses, sum_losses
 from autoshard.program import is_operator, is_tensor, place
 
 aten = torch.ops.aten
@@ -62,6 +62,7 @@ def normalize(graph: fx.Graph) -> None:
     inline_regions(graph)
     propagate_needs_grad(graph)
     _spell(graph)
+    shape_losses(graph)
     sum_losses(graph)
     drop_counting_indices(graph)
     _share_sizes(graph)

@@ -20,7 +20,19 @@ aten = torch.ops.aten
 
 _CROSS_ENTROPY = aten.cross_entropy_loss.default
 _NLL = frozenset({aten.nll_loss.default, aten.nll_loss_nd.default, aten.nll_loss2d.default})
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def shape_losses(graph: fx.Graph) -> None:
+    """Give losses that are not reduced the shape of their targets: torch 2.13 records a scalar's on the meta device."""
+    for node in graph.nodes:
+        if not is_operator(node) or (node.target is not _CROSS_ENTROPY and node.target not in _NLL):
+            continue
+        if _argument(node, 3, "reduction", _MEAN) == _NONE and node.meta["val"].dim() == 0:
+            scores, target = node.args[0].meta["val"], node.args[1].meta["val"]
+            if target.dtype.is_floating_point:  # probabilities of each class
+                target = scores.select(1 if scores.dim() > 1 else 0, 0)
+            node.meta["val"] = scores.new_empty(target.shape)
 
 
 def sum_losses(graph: fx.Graph) -> None:

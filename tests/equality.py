@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.api import load_workload
 from autoshard.cluster import parse_cluster
@@ -79,12 +79,21 @@ class Subject:
 
 
 @cache
-def subject(model: str, **settings: int) -> Subject:
-    """The model traced, and its training recorded. settings: of its callable."""
-    workload = load_workload(f"{ROOT / MODELS[model]}:{model}", settings)
+def subject(model: str) -> Subject:
+    """The model traced, and its training recorded."""
+    workload = load_workload(f"{ROOT / MODELS[model]}:{model}", {})
     program = trace(workload)
+    return _recorded(workload, program, segment(program))
+
+
+def with_args(found: Subject, *args: Tensor) -> Subject:
+    """The same model trained on another batch."""
+    return _recorded(replace(found.workload, args=args), found.program, found.chain)
+
+
+def _recorded(workload: Workload, program: Program, chain: Chain) -> Subject:
     reference = make_reference(workload, program)
-    return Subject(workload, program, segment(program), reference, run_ranks(_record, 1, reference)[0])
+    return Subject(workload, program, chain, reference, run_ranks(_record, 1, reference)[0])
 
 
 def _record(_rank: int, _world_size: int, reference: Reference) -> Recording:
