@@ -60,7 +60,7 @@ def emit(program: Program, plan: Plan, local: LocalProgram, constants: Mapping[s
         imports = _imports(text.imports, text.classes, _wiring_imports("microbatch", "MicrobatchStep", bool(constants)))
         model = environment.get_template("model.py.jinja").render(
             **common,
-            header=_wrapped(_header(program, plan, letters)),
+            header=_wrapped(_header(program, plan, letters, local.stages)),
             imports=imports,
             mesh=repr(_mesh(stage)),
             classes=text.classes,
@@ -104,7 +104,7 @@ def _pipeline(
         name = f"stage_{stage.number}"
         header = [
             f"Stage {stage.number} of {len(texts)} of {program.source}, emitted by autoshard {VERSION}. Yours to edit.",
-            f"Mesh: {stage.mesh}. {_legend(letters, program)}",
+            f"Mesh: {stage.mesh}. {_legend(letters, program, [stage])}",
         ]
         source = environment.get_template("stage.py.jinja").render(
             header=_wrapped(header), imports=_imports(text.imports, text.classes, ()), classes=text.classes
@@ -128,7 +128,7 @@ def _pipeline(
     tied = [f"Tied({tuple(t.shape)!r}, {dict(t.copies)!r})" for t in local.tied]
     source = environment.get_template("pipeline.py.jinja").render(
         **common,
-        header=_wrapped(_header(program, plan, letters)),
+        header=_wrapped(_header(program, plan, letters, local.stages)),
         imports=imports,
         stages=wirings,
         crossings=[_crossing(crossing) for crossing in local.crossings],
@@ -223,17 +223,17 @@ def _mesh(stage: LocalStage) -> dict[str, int]:
     return {a: size for a, size in zip(stage.mesh.axes, stage.mesh.sizes, strict=True) if size > 1}
 
 
-def _header(program: Program, plan: Plan, letters: Mapping[Any, str]) -> list[str]:
-    breakdown = ", ".join(f"{name} {time_words(s)}" for name, s in plan.predicted.breakdown.items() if s > 0)
+def _header(program: Program, plan: Plan, letters: Mapping[Any, str], stages: Sequence[LocalStage]) -> list[str]:
+    breakdown = ", ".join(f"{name} {time_words(s)}" for name, s in plan.predicted.breakdown.items() if s >= 5e-7)
     peak = size_words(max(plan.predicted.peak_memory_bytes))
     meshes = list(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
-    stages = f"{len(plan.stages)} stages, " if len(plan.stages) > 1 else ""
+    several = f"{len(plan.stages)} stages, " if len(plan.stages) > 1 else ""
     count = f"; {plan.microbatches} microbatches, {plan.schedule}" if plan.microbatches > 1 else ""
     return [
         f"Emitted by autoshard {VERSION} from {program.source} for {plan.cluster}. Yours to edit.",
-        f"{stages}mesh {' / '.join(meshes)}{count}.".capitalize(),
+        f"{several}mesh {' / '.join(meshes)}{count}.".capitalize(),
         f"Predicted step {time_words(plan.predicted.step_time_s)} ({breakdown}), at most {peak} per device.",
-        _legend(letters, program),
+        _legend(letters, program, stages),
     ]
 
 
@@ -242,14 +242,16 @@ def _wrapped(comments: Iterable[str]) -> list[str]:
     return [line for text in comments for line in textwrap.wrap(text, LINE_LENGTH - 2, break_on_hyphens=False)]
 
 
-def _legend(letters: Mapping[Any, str], program: Program) -> str:
+def _legend(letters: Mapping[Any, str], program: Program, stages: Sequence[LocalStage]) -> str:
     meanings: dict[str, str] = {}
     for symbol, letter in letters.items():
         node, dim = program.symbols[str(symbol)]
         given = program.inputs[node]
         meanings.setdefault(letter, "samples" if letter == "b" else f"dim {dim} of {given.name}")
     listed = ", ".join(f"{letter} {meaning}" for letter, meaning in meanings.items())
-    return f"Shapes in comments are a rank's own: {listed}{', ' if listed else ''}64/tp its share of 64 over axis tp."
+    axes = list(dict.fromkeys(axis for stage in stages for axis in stage.axes))
+    share = [f"64/{axes[-1]} its share of 64 over axis {axes[-1]}"] if axes else []
+    return f"Shapes in comments are a rank's own: {', '.join([listed] * bool(listed) + share)}."
 
 
 # Imports --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Names are those of the user's own line (`source_lines`); a value that one line m
 expression that uses it, as the user wrote it. A name is used again once its value is dead.
 """
 
-import keyword
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +12,12 @@ from autoshard.passes.emit_expression import ATOM, PRODUCT, Expression
 from autoshard.passes.emit_helpers import BATCH_NORM_RESULTS
 from autoshard.passes.emit_items import is_list, plain_name, reads, shape_text, write
 from autoshard.passes.emit_names import LineNames
+from autoshard.passes.emit_reserved import VARIABLES
 from autoshard.passes.emit_scope import Needs, Source, expression_text, find_source, size_text, symbols_of
 from autoshard.passes.emit_tree import Body, Item, Leaf, Plain, owned
 from autoshard.passes.local import Extent, LocalStage, LocalTensor
 
 LONGEST = 90  # of an expression that is written inside another
-RESERVED = frozenset({"self", "torch", "F", "nn", "Tensor", "checkpoint", "dist", *keyword.kwlist, *dir(__builtins__)})
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Writer:
         self.inlined: dict[str, Expression] = {}
         self.plans = [self._plan(index) for index in range(len(body.items))]
         self.readers = self._readers()
-        self.lines = LineNames(body, stage, self.readers, paths.signatures)
+        self.lines = LineNames(body, stage, self.readers, paths.signatures, paths.hints)
         self.position = 0
 
     # ---------------------------------------------------------------- what an item needs
@@ -131,7 +130,7 @@ class Writer:
     # ---------------------------------------------------------------- names
 
     def _free(self, hint: str, live: set[str]) -> str:
-        base = hint if hint.isidentifier() and hint not in RESERVED else "x"
+        base = hint if hint.isidentifier() and hint not in VARIABLES else "x"
         name, number = base, 1
         while name in live:
             number += 1
@@ -181,7 +180,7 @@ class Writer:
 
     def group(self, axis: str) -> str:
         self.axes.add(axis)
-        return f"self.{axis}"
+        return f"self.{self.paths.group_attribute(axis)}"
 
     def device(self, near: Sequence[str] = ()) -> str:
         name = self.plans[self.position].device
@@ -338,9 +337,9 @@ class Writer:
         """The shape, where it is not that of what the statement reads first."""
         if not made:
             return ""
-        shape = shape_text(self.stage.tensors[made[0]], self.letters)
+        shape = shape_text(self.stage.tensors[made[0]], self.letters, self.stage.mesh.axes)
         read = next(iter(item.operands), None)
-        seen = shape_text(self.stage.tensors[read], self.letters) if read is not None else ""
+        seen = shape_text(self.stage.tensors[read], self.letters, self.stage.mesh.axes) if read is not None else ""
         return "" if shape == seen else shape
 
 

@@ -15,9 +15,10 @@ from autoshard.passes.emit_items import shape_text
 from autoshard.passes.emit_loops import Loop, fold
 from autoshard.passes.emit_modules import Modules
 from autoshard.passes.emit_names import Signature
+from autoshard.passes.emit_reserved import IMPORTED, check_names
 from autoshard.passes.emit_tree import Body, Plain, build, connect, owned, stored_names
 from autoshard.passes.local import LocalStage
-from autoshard.passes.source_lines import source_line
+from autoshard.passes.user_names import user_names
 from autoshard.program import Frame, Program
 
 
@@ -83,6 +84,7 @@ class StageWriter:
         self.dtype, self.default_summed = dtype, default_summed
         self.names = stored_names(stage)
         self.root = build(stage, program.classes)
+        check_names((given.name for given in program.inputs.values()), (*program.classes, *self.names))
         self.modules = Modules(program, stage, self.root, dtype, self._class_of)
         self.attribute, self.module = self.modules.attribute, self.modules.module
         self.imports = self.modules.imports
@@ -108,20 +110,13 @@ class StageWriter:
 
     @cached_property
     def hints(self) -> dict[str, str]:
-        """Tensor -> what the user calls it, in the innermost call whose line gives it a name."""
-        nodes = {node.name: node for node in self.program.graph.nodes}
-        found: dict[str, str] = {}
-        for name, tensor in self.stage.tensors.items():
-            if tensor.kind in ("input", "received"):
-                found[name] = tensor.attribute
-            elif tensor.value is not None and tensor.value.node in nodes:
-                for frame in reversed(nodes[tensor.value.node].meta.get("frames", ())):
-                    targets = source_line(frame).targets
-                    if targets:
-                        if len(targets) == 1 and targets[0]:
-                            found[name] = targets[0]
-                        break
-        return found
+        """Tensor -> what the user calls it."""
+        names = user_names(self.program)
+        given = {name: t.attribute for name, t in self.stage.tensors.items() if t.kind in ("input", "received")}
+        called = {
+            name: names[t.value] for name, t in self.stage.tensors.items() if t.value is not None and t.value in names
+        }
+        return {**called, **given}
 
     # ---------------------------------------------------------------- one class
 
@@ -138,6 +133,15 @@ class StageWriter:
                 self.imports.clear()
         documented = tuple(replace(text, doc=self._doc(text.name)) for text in self.order)
         return StageText(documented, frozenset(self.imports))
+
+    def group_attribute(self, axis: str) -> str:
+        """What modules call the process group of an axis: as the axis, unless the model has something of that name."""
+        return f"{axis}_group" if axis in self._attributes else axis
+
+    @cached_property
+    def _attributes(self) -> frozenset[str]:
+        """Names of all modules and parameters of the stage."""
+        return frozenset(part for name in (*self.names, *self.modules.calls) for part in name.split("."))
 
     def _class_of(self, path: str) -> tuple[str, tuple[str, ...]]:
         text = self.class_text(path)
@@ -172,7 +176,7 @@ class StageWriter:
             axes |= totals[1]
             kept |= totals[1]
             forwards.append(totals[0])
-        lines = [f"self.{axis} = {axis}" for axis in self.stage.axes if axis in kept] + init
+        lines = [f"self.{self.group_attribute(axis)} = {axis}" for axis in self.stage.axes if axis in kept] + init
         placements, summed = self._tables(path)
         text = ClassText(
             _plain_name(self.modules.class_name(path)),
@@ -194,7 +198,7 @@ class StageWriter:
         for known in alike:
             if _plain(known, text.name) == _plain(text, text.name):
                 return known
-        names = {known.name for known in self.order}
+        names = {known.name for known in self.order} | IMPORTED
         name, number = text.name, 1
         while name in names:
             number += 1
@@ -209,7 +213,7 @@ class StageWriter:
             whole = f"stage {self.stage.number} of {self.stages}" if self.stages > 1 else "the model"
             return f"One rank's part of {whole}."
         others = {0: "", 1: " and one more"}.get(len(paths) - 1, f" and {len(paths) - 1} more")
-        return f"One rank's part of {paths[0]}{others}."
+        return f"One rank's part of `{paths[0]}`{others}."
 
     # ---------------------------------------------------------------- forward
 
@@ -237,11 +241,11 @@ class StageWriter:
             _return(lines, written.returns)
         tensors = self.stage.tensors
         takes = [
-            f"{parameter}: {shape_text(tensors[name], self.letters)}"
+            f"{parameter}: {shape_text(tensors[name], self.letters, self.stage.mesh.axes)}"
             for parameter, name in zip(written.parameters, body.inputs, strict=True)
             if tensors[name].kind != "microbatches"
         ]
-        gives = ", ".join(shape_text(tensors[name], self.letters) for name in body.outputs)
+        gives = ", ".join(shape_text(tensors[name], self.letters, self.stage.mesh.axes) for name in body.outputs)
         returns = "Tensor" if len(body.outputs) == 1 else f"tuple[{', '.join(['Tensor'] * len(body.outputs))}]"
         parameters = tuple(
             f"{parameter}: {'int' if tensors[name].kind == 'microbatches' else 'Tensor'}"
@@ -309,12 +313,14 @@ class _Incomplete(Exception):
 
 
 def _plain(text: ClassText, name: str) -> ClassText:
-    """A class without its shapes, which are told by letters of where it was met first."""
-    forwards = tuple(
-        replace(forward, doc="", lines=tuple(re.sub(r"  # .*", "", line) for line in forward.lines))
-        for forward in text.forwards
-    )
+    """A class without its shapes and prices, which are those of where it was met first."""
+    forwards = tuple(replace(forward, doc="", lines=tuple(map(_bare, forward.lines))) for forward in text.forwards)
     return replace(text, name=name, forwards=forwards)
+
+
+def _bare(line: str) -> str:
+    """A line without the shape behind it, a comment without its price."""
+    return re.sub(r" \([^()]*\)$", "", line) if line.lstrip().startswith("#") else re.sub(r"  # .*", "", line)
 
 
 def _return(lines: list[str], returns: str) -> None:

@@ -1,6 +1,6 @@
 """Items of a body as text and as reads: what both the writer of a forward and the records of its classes ask."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.passes import emit_helpers, emit_ops, emit_views
@@ -59,10 +59,11 @@ def plain_name(tensor: LocalTensor) -> str:
     return tensor.attribute.replace(".", "_") if tensor.attribute and tensor.kind != "computed" else "x"
 
 
-def shape_text(tensor: LocalTensor, letters: Mapping[Any, str]) -> str:
+def shape_text(tensor: LocalTensor, letters: Mapping[Any, str], axes: Sequence[str]) -> str:
     """ "b/dp s 64/tp", and the axes on which it is a partial sum."""
     dims = " ".join("/".join((_size_text(extent.size, letters), *extent.axes)) for extent in tensor.dims)
-    return dims or "scalar"
+    partial = [axis for axis, placement in zip(axes, tensor.layout, strict=False) if placement.kind == "P"]
+    return (dims or "scalar") + (f", partial over {' and '.join(partial)}" if partial else "")
 
 
 def _size_text(size: Any, letters: Mapping[Any, str]) -> str:

@@ -92,7 +92,10 @@ def _convolution(stored: Stored, arguments: Mapping[str, Any], size: Size) -> li
     out, inside, *kernel = stored["weight"].dims
     groups = arguments.get("groups", 1)
     sizes = [extent.size for extent in kernel]
-    written = [size(inside) if groups == 1 else size(type(inside)(inside.size * groups, inside.axes)), size(out)]
+    if groups == 1:
+        written = [size(inside), size(out)]
+    else:  # groups are split with the channels
+        written = [size(type(out)(inside.size * groups, out.axes, out.even)), size(out)]
     written.append(_one(sizes))
     for name, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
         given = arguments.get(name, default)
@@ -100,7 +103,8 @@ def _convolution(stored: Stored, arguments: Mapping[str, Any], size: Size) -> li
         given = given if isinstance(given, str) else _one(given if isinstance(given, list) else [given] * len(sizes))
         if given != str(default):
             written.append(f'{name}="{given}"' if isinstance(arguments.get(name), str) else f"{name}={given}")
-    return [*written, *([f"groups={groups}"] if groups != 1 else []), *_bias(stored)]
+    local = size(type(out)(groups, out.axes, out.even))
+    return [*written, *([f"groups={local}"] if groups != 1 else []), *_bias(stored)]
 
 
 def _one(sizes: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -178,6 +178,8 @@ class Modules:
     def _leaf(self, path: str, axes: set[str]) -> str:
         kind = LEAVES[self.class_name(path)]
         stored = {name.rpartition(".")[2]: one for name, one in self.stored.items() if name.rpartition(".")[0] == path}
+        if self._is_made_whole(path):
+            stored = {name: _uncut(one) for name, one in stored.items()}
         given = kind.make(stored, self._arguments(path, kind.target), lambda extent: self._size(extent, axes))
         dtypes = {one.dtype for one in stored.values() if one.dtype.is_floating_point}
         if len(dtypes) == 1 and self.dtype not in dtypes:
@@ -193,9 +195,11 @@ class Modules:
         """Lines that replace what is not cut as the module's weight is, by which its constructor goes."""
         own = {name.rpartition(".")[2]: one for name, one in self.stored.items() if name.rpartition(".")[0] == leaf}
         weight = own.get("weight")
+        if weight is not None and self._is_made_whole(leaf):
+            weight = _uncut(weight)
         lines = []
         for name, one in own.items():
-            if weight is None or name == "weight" or not one.dims or one.dims == weight.dims[: len(one.dims)]:
+            if weight is None or not one.dims or one.dims == weight.dims[: len(one.dims)]:
                 continue
             sizes = ", ".join(self._size(extent, axes) for extent in one.dims)
             module = self.module(path, leaf)
@@ -204,6 +208,15 @@ class Modules:
             else:
                 lines.append(f"{module}.{name} = nn.Parameter(torch.empty({sizes}))")
         return lines
+
+    def _is_made_whole(self, path: str) -> bool:
+        """Whether a module with groups of channels only holds its parameters: cut, they may not fit its groups."""
+        arguments = self._leaf_nodes.get(path, {})
+        return arguments.get("groups", 1) != 1 and path not in self._called_leaves
+
+    @cached_property
+    def _called_leaves(self) -> frozenset[str]:
+        return frozenset(item.path for body in bodies(self.root) for item in body.items if isinstance(item, Leaf))
 
     def _arguments(self, path: str, target: str) -> Mapping[str, Any]:
         """Arguments of the operator that a torch.nn module calls in this stage."""
@@ -236,6 +249,10 @@ class Modules:
         prefix = len(path) + 1 if path else 0
         first, *others = (self.attribute(path, name[prefix:]) for name in names)
         return [f"{other} = {first}" for other in others]
+
+
+def _uncut(stored: StoredTensor) -> StoredTensor:
+    return replace(stored, dims=tuple(Extent(extent.size) for extent in stored.dims))
 
 
 def _runs(items: Sequence[str]) -> list[tuple[str, int]]:

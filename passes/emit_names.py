@@ -25,13 +25,15 @@ class Signature:
 class LineNames:
     """readers: tensor -> items of the body that read it; the number of items stands for the end.
 
-    written: signatures of the calls below, by path and number.
+    written: signatures of the calls below, by path and number. elsewhere: tensor -> what the user calls it
+    somewhere.
     """
 
     body: Body
     stage: LocalStage
     readers: Mapping[str, Sequence[int]]
     written: Mapping[tuple[str, int], Signature]
+    elsewhere: Mapping[str, str]
 
     def line(self, index: int) -> SourceLine:
         """The user's line that made an item."""
@@ -133,6 +135,8 @@ class LineNames:
             passed = dict(zip(item.inputs, self.written[item.path, item.call].parameters, strict=True))
             return passed.get(name)
         own = [operand for operand in item.operands if operand in self.body.inputs]
+        if self.elsewhere.get(name) in candidates:
+            return self.elsewhere[name]
         return candidates[own.index(name)] if len(own) == len(candidates) else None
 
     def is_named(self, index: int) -> bool:

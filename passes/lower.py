@@ -8,8 +8,6 @@ step: `StoredTensor.summed`. Only what the loss needs is kept.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from autoshard.cluster import Cluster
 from autoshard.cost.prices import Prices
 from autoshard.errors import BadPlan
@@ -25,7 +23,7 @@ from autoshard.passes.local import (
 from autoshard.passes.lower_stage import StageLowering
 from autoshard.passes.microbatch import CoupledSamples, sample_placements
 from autoshard.passes.segment import Chain
-from autoshard.passes.source_lines import source_line
+from autoshard.passes.user_names import user_names
 from autoshard.placement import Layout
 from autoshard.plan import Plan
 from autoshard.program import Program, Value, operand_values
@@ -168,11 +166,11 @@ def _tied(program: Program, stages: Sequence[LocalStage]) -> tuple[LocalTied, ..
 def _crossings(program: Program, stages: Sequence[StageLowering]) -> list[_Crossing]:
     found: list[_Crossing] = []
     names: dict[Value, str] = {}
-    taken = {given.name for given in program.inputs.values()}
+    taken, called = {given.name for given in program.inputs.values()}, user_names(program)
     for source, stage in enumerate(stages):
         for value in stage.sends:
             if value not in names:
-                names[value] = _free(_hint(stage.nodes[value.node]), taken)
+                names[value] = _free(called.get(value, "x"), taken)
                 taken.add(names[value])
             for target, reader in enumerate(stages):
                 receives = any(t.kind == "received" and t.value == value for t in reader.tensors.values())
@@ -201,15 +199,6 @@ def _crossings(program: Program, stages: Sequence[StageLowering]) -> list[_Cross
 def _placement(layout: Layout, stage: StageLowering) -> dict[str, int]:
     pairs = zip(stage.plan.mesh.axes, layout, strict=True)
     return {axis: placement.dim for axis, placement in pairs if axis in stage.sizes and placement.dim is not None}
-
-
-def _hint(node: fx.Node) -> str:
-    """What the user calls a value: in the outermost call whose line gives a name."""
-    for frame in node.meta.get("frames", ()):
-        targets = source_line(frame).targets
-        if len(targets) == 1 and targets[0]:
-            return targets[0]
-    return "x"
 
 
 def _free(name: str, taken: Iterable[str]) -> str:

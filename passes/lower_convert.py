@@ -68,13 +68,13 @@ def reason(source: Placement, target: Placement, axis: str, wanted_by: str, is_p
         case "P", _:
             return f"add up the partial sums of {axis}"
         case "I", "R":
-            return f"each rank of {axis} uses it for its part: add up the gradients"
+            return f"each rank of {axis} uses this for its own part: in backward, add up the gradients"
         case "S", "S":
             return f"{wanted_by} needs all of dim {source.dim}: split dim {target.dim} over {axis} instead"
         case _, "S":
             return f"each rank of {axis} keeps its share of dim {target.dim}"
         case _, "P":
-            return f"to be added to partial sums over {axis}: count it once"
+            return f"it will be added to partial sums over {axis}: one rank adds it"
         case _:
             return f"every rank of {axis} goes on with the same: count its gradient once"
 

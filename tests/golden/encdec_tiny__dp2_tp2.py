@@ -26,7 +26,7 @@ BATCH_DIMS = {"source": 0, "tokens": 0, "targets": 0}  # the dim of each input t
 
 
 class Embedding(nn.Module):
-    """One rank's part of embed."""
+    """One rank's part of `embed`."""
 
     PLACEMENTS: ClassVar = {
         "tokens.weight": {"tp": 0},
@@ -40,14 +40,14 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(32 // tp.size(), 64)
 
     def forward(self, source: Tensor) -> Tensor:
-        """source: b/dp s -> b/dp s 64"""
+        """source: b/dp s -> b/dp s 64, partial over tp"""
         positions = torch.arange(source.shape[1], device=source.device)  # s
         return vocab_embedding(source, self.tokens.weight, 128, self.tp) + vocab_embedding(
             positions, self.positions.weight, 32, self.tp
         )
 
     def forward_2(self, tokens: Tensor) -> Tensor:
-        """tokens: b/dp t -> b/dp t 64"""
+        """tokens: b/dp t -> b/dp t 64, partial over tp"""
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # t
         return vocab_embedding(tokens, self.tokens.weight, 128, self.tp) + vocab_embedding(
             positions, self.positions.weight, 32, self.tp
@@ -55,7 +55,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """One rank's part of encoder.layers.*.self_attn."""
+    """One rank's part of `encoder.layers.*.self_attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -76,20 +76,20 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(64 // tp.size(), 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp s 64 -> b/dp s 64"""
-        # each rank of tp uses it for its part: add up the gradients (32.0 KiB, 27 us backward)
+        """x: b/dp s 64 -> b/dp s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (32.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         k = self.k_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         v = self.v_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         y = F.scaled_dot_product_attention(q, k, v)
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        o_proj_bias = keep_one(self.o_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        o_proj_bias = keep_one(self.o_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(y.transpose(1, 2).flatten(2), self.o_proj.weight, o_proj_bias)
 
 
 class MLP(nn.Module):
-    """One rank's part of encoder.layers.*.mlp."""
+    """One rank's part of `encoder.layers.*.mlp` and one more."""
 
     PLACEMENTS: ClassVar = {
         "up_proj.weight": {"tp": 0},
@@ -104,17 +104,17 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(256 // tp.size(), 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp s 64 -> b/dp s 64"""
-        # each rank of tp uses it for its part: add up the gradients (32.0 KiB, 27 us backward)
+        """x: b/dp s 64 -> b/dp s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (32.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         x = F.relu(self.up_proj(x))
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        down_proj_bias = keep_one(self.down_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        down_proj_bias = keep_one(self.down_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(x, self.down_proj.weight, down_proj_bias)
 
 
 class EncoderLayer(nn.Module):
-    """One rank's part of encoder.layers.*."""
+    """One rank's part of `encoder.layers.*`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -125,16 +125,16 @@ class EncoderLayer(nn.Module):
         self.mlp = MLP(tp)
 
     def forward(self, x: Tensor, x_2: Tensor) -> Tensor:
-        """x: b/dp s 64; x_2: b/dp s 64 -> b/dp s 64"""
+        """x: b/dp s 64; x_2: b/dp s 64, partial over tp -> b/dp s 64, partial over tp"""
         y = self.self_attn_norm(x)
         x = x_2 + self.self_attn(y)
         # add up the partial sums of tp (32.0 KiB, 27 us forward)
-        x_2 = all_reduce(x, self.tp)
+        x_2 = all_reduce(x, self.tp)  # b/dp s 64
         return x + self.mlp(self.mlp_norm(x_2))
 
 
 class Encoder(nn.Module):
-    """One rank's part of encoder."""
+    """One rank's part of `encoder`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -143,18 +143,18 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp s 64 -> b/dp s 64"""
+        """x: b/dp s 64, partial over tp -> b/dp s 64"""
         for layer in self.layers:
             # add up the partial sums of tp (32.0 KiB, 27 us forward)
-            x_2 = all_reduce(x, self.tp)
-            x = layer(x_2, x)
+            x_2 = all_reduce(x, self.tp)  # b/dp s 64
+            x = layer(x_2, x)  # b/dp s 64, partial over tp
         # add up the partial sums of tp (32.0 KiB, 27 us forward)
-        x = all_reduce(x, self.tp)
+        x = all_reduce(x, self.tp)  # b/dp s 64
         return self.norm(x)
 
 
 class Attention_2(nn.Module):
-    """One rank's part of decoder.layers.*.self_attn."""
+    """One rank's part of `decoder.layers.*.self_attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -175,20 +175,20 @@ class Attention_2(nn.Module):
         self.o_proj = nn.Linear(64 // tp.size(), 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp t 64 -> b/dp t 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+        """x: b/dp t 64 -> b/dp t 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp t 16
         k = self.k_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp t 16
         v = self.v_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp t 16
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        o_proj_bias = keep_one(self.o_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        o_proj_bias = keep_one(self.o_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(y.transpose(1, 2).flatten(2), self.o_proj.weight, o_proj_bias)
 
 
 class Attention_3(nn.Module):
-    """One rank's part of decoder.layers.*.cross_attn."""
+    """One rank's part of `decoder.layers.*.cross_attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -209,45 +209,20 @@ class Attention_3(nn.Module):
         self.o_proj = nn.Linear(64 // tp.size(), 64)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """x: b/dp t 64; memory: b/dp s 64 -> b/dp t 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+        """x: b/dp t 64; memory: b/dp s 64 -> b/dp t 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp t 16
         k = self.k_proj(memory).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         v = self.v_proj(memory).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         y = F.scaled_dot_product_attention(q, k, v)
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        o_proj_bias = keep_one(self.o_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        o_proj_bias = keep_one(self.o_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(y.transpose(1, 2).flatten(2), self.o_proj.weight, o_proj_bias)
 
 
-class MLP_2(nn.Module):
-    """One rank's part of decoder.layers.*.mlp."""
-
-    PLACEMENTS: ClassVar = {
-        "up_proj.weight": {"tp": 0},
-        "up_proj.bias": {"tp": 0},
-        "down_proj.weight": {"tp": 1},
-    }
-
-    def __init__(self, tp: ProcessGroup) -> None:
-        super().__init__()
-        self.tp = tp
-        self.up_proj = nn.Linear(64, 256 // tp.size())
-        self.down_proj = nn.Linear(256 // tp.size(), 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp t 64 -> b/dp t 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
-        x = sum_gradient(x, self.tp)
-        x = F.relu(self.up_proj(x))
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        down_proj_bias = keep_one(self.down_proj.bias, self.tp)
-        return F.linear(x, self.down_proj.weight, down_proj_bias)
-
-
 class DecoderLayer(nn.Module):
-    """One rank's part of decoder.layers.*."""
+    """One rank's part of `decoder.layers.*`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -257,22 +232,22 @@ class DecoderLayer(nn.Module):
         self.cross_attn_norm = nn.LayerNorm(64)
         self.cross_attn = Attention_3(tp)
         self.mlp_norm = nn.LayerNorm(64)
-        self.mlp = MLP_2(tp)
+        self.mlp = MLP(tp)
 
     def forward(self, x: Tensor, x_2: Tensor, memory: Tensor) -> Tensor:
-        """x: b/dp t 64; x_2: b/dp t 64; memory: b/dp s 64 -> b/dp t 64"""
+        """x: b/dp t 64; x_2: b/dp t 64, partial over tp; memory: b/dp s 64 -> b/dp t 64, partial over tp"""
         y = self.self_attn_norm(x)
         x = x_2 + self.self_attn(y)
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        x_2 = all_reduce(x, self.tp)
+        x_2 = all_reduce(x, self.tp)  # b/dp t 64
         x = x + self.cross_attn(self.cross_attn_norm(x_2), memory)
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        x_2 = all_reduce(x, self.tp)
+        x_2 = all_reduce(x, self.tp)  # b/dp t 64
         return x + self.mlp(self.mlp_norm(x_2))
 
 
 class Decoder(nn.Module):
-    """One rank's part of decoder."""
+    """One rank's part of `decoder`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -281,18 +256,18 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(64)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """x: b/dp t 64; memory: b/dp s 64 -> b/dp t 64"""
+        """x: b/dp t 64, partial over tp; memory: b/dp s 64 -> b/dp t 64"""
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        x_2 = all_reduce(x, self.tp)
-        # each rank of tp uses it for its part: add up the gradients (32.0 KiB, 27 us backward)
+        x_2 = all_reduce(x, self.tp)  # b/dp t 64
+        # each rank of tp uses this for its own part: in backward, add up the gradients (32.0 KiB, 27 us backward)
         memory = sum_gradient(memory, self.tp)
         for layer in self.layers[:2]:
-            x = layer(x_2, x, memory)
+            x = layer(x_2, x, memory)  # b/dp t 64, partial over tp
             # add up the partial sums of tp (16.0 KiB, 27 us forward)
-            x_2 = all_reduce(x, self.tp)
-        x = self.layers[2](x_2, x, memory)
+            x_2 = all_reduce(x, self.tp)  # b/dp t 64
+        x = self.layers[2](x_2, x, memory)  # b/dp t 64, partial over tp
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        x = all_reduce(x, self.tp)
+        x = all_reduce(x, self.tp)  # b/dp t 64
         return self.norm(x)
 
 
@@ -311,18 +286,18 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
         """source: b/dp s; tokens: b/dp t; targets: b/dp t -> scalar"""
-        memory = self.encoder(self.embed(source))
-        x = self.decoder(self.embed.forward_2(tokens), memory)
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+        memory = self.encoder(self.embed(source))  # b/dp s 64
+        x = self.decoder(self.embed.forward_2(tokens), memory)  # b/dp t 64
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         logits = self.lm_head(x)  # b/dp t 128/tp
         y = targets.flatten(0)  # b*t/dp
         # cross_entropy needs all of dim 1, which tp splits (32.0 KiB, 26 us forward, 4 us backward)
         y_2 = all_gather_invariant(logits.flatten(0, 1), dim=1, group=self.tp)  # b*t/dp 128
         # add up the partial sums of dp (8 B, 27 us forward)
-        y_3 = all_reduce((y != -100).sum(), self.dp)
+        y_3 = all_reduce((y != -100).sum(), self.dp)  # scalar
         # add up the partial sums of dp (4 B, 27 us forward)
-        return all_reduce(F.cross_entropy(y_2, y, reduction="sum") / y_3, self.dp)
+        return all_reduce(F.cross_entropy(y_2, y, reduction="sum") / y_3, self.dp)  # scalar
 
 
 def build(

@@ -25,7 +25,7 @@ BATCH_DIMS = {"tokens": 0, "targets": 0}  # the dim of each input that counts sa
 
 
 class Attention(nn.Module):
-    """One rank's part of blocks.*.attn."""
+    """One rank's part of `blocks.*.attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -46,20 +46,20 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(64 // tp.size(), 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp s 64 -> b/dp s 64"""
-        # each rank of tp uses it for its part: add up the gradients (32.0 KiB, 27 us backward)
+        """x: b/dp s 64 -> b/dp s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (32.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         k = self.k_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         v = self.v_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        o_proj_bias = keep_one(self.o_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        o_proj_bias = keep_one(self.o_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(y.transpose(1, 2).flatten(2), self.o_proj.weight, o_proj_bias)
 
 
 class MLP(nn.Module):
-    """One rank's part of blocks.*.mlp."""
+    """One rank's part of `blocks.*.mlp`."""
 
     PLACEMENTS: ClassVar = {
         "up_proj.weight": {"tp": 0},
@@ -74,17 +74,17 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(256 // tp.size(), 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp s 64 -> b/dp s 64"""
-        # each rank of tp uses it for its part: add up the gradients (32.0 KiB, 27 us backward)
+        """x: b/dp s 64 -> b/dp s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (32.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         x = F.gelu(self.up_proj(x), approximate="tanh")
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        down_proj_bias = keep_one(self.down_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        down_proj_bias = keep_one(self.down_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(x, self.down_proj.weight, down_proj_bias)
 
 
 class Block(nn.Module):
-    """One rank's part of blocks.*."""
+    """One rank's part of `blocks.*`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class Block(nn.Module):
         self.mlp = MLP(tp)
 
     def forward(self, x: Tensor, x_2: Tensor) -> Tensor:
-        """x: b/dp s 64; x_2: b/dp s 64 -> b/dp s 64"""
+        """x: b/dp s 64; x_2: b/dp s 64, partial over tp -> b/dp s 64, partial over tp"""
         x = x_2 + self.attn(self.attn_norm(x))
         # add up the partial sums of tp (32.0 KiB, 27 us forward)
-        x_2 = all_reduce(x, self.tp)
+        x_2 = all_reduce(x, self.tp)  # b/dp s 64
         return x + self.mlp(self.mlp_norm(x_2))
 
 
@@ -129,20 +129,20 @@ class GPT(nn.Module):
         )
         for block in self.blocks:
             # add up the partial sums of tp (32.0 KiB, 27 us forward)
-            x_2 = all_reduce(x, self.tp)
-            x = block(x_2, x)
+            x_2 = all_reduce(x, self.tp)  # b/dp s 64
+            x = block(x_2, x)  # b/dp s 64, partial over tp
         # add up the partial sums of tp (32.0 KiB, 27 us forward)
-        x = all_reduce(x, self.tp)
-        # each rank of tp uses it for its part: add up the gradients (32.0 KiB, 27 us backward)
+        x = all_reduce(x, self.tp)  # b/dp s 64
+        # each rank of tp uses this for its own part: in backward, add up the gradients (32.0 KiB, 27 us backward)
         y = sum_gradient(self.norm(x), self.tp)
         logits = self.lm_head(y)  # b/dp s 128/tp
         # reshape needs all of dim 2, which tp splits (64.0 KiB, 26 us forward, 4 us backward)
         logits = all_gather_invariant(logits, dim=2, group=self.tp)  # b/dp s 128
         y = targets.flatten(0)  # b*s/dp
         # add up the partial sums of dp (8 B, 27 us forward)
-        y_2 = all_reduce((y != -100).sum(), self.dp)
+        y_2 = all_reduce((y != -100).sum(), self.dp)  # scalar
         # add up the partial sums of dp (4 B, 27 us forward)
-        return all_reduce(F.cross_entropy(logits.flatten(0, 1), y, reduction="sum") / y_2, self.dp)
+        return all_reduce(F.cross_entropy(logits.flatten(0, 1), y, reduction="sum") / y_2, self.dp)  # scalar
 
 
 def build(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[GPT, Mesh, MicrobatchStep]:

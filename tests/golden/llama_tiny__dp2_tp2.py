@@ -1,7 +1,7 @@
 # Emitted by autoshard 0.1.0 from models/llama.py:llama_tiny for 1x4@A100-SXM-80GB. Yours to edit.
 # Mesh dp=2,tp=2.
-# Predicted step 3.1 ms (compute 1.5 ms, collectives 601 us, gradient sums 1.1 ms, optimizer 3 us, bubble 0 us), at most
-# 2.1 MiB per device.
+# Predicted step 3.1 ms (compute 1.5 ms, collectives 601 us, gradient sums 1.1 ms, optimizer 3 us), at most 2.1 MiB per
+# device.
 # Shapes in comments are a rank's own: b samples, s dim 1 of tokens, 64/tp its share of 64 over axis tp.
 
 from typing import ClassVar
@@ -25,7 +25,7 @@ BATCH_DIMS = {"tokens": 0, "targets": 0}  # the dim of each input that counts sa
 
 
 class RMSNorm(nn.Module):
-    """One rank's part of model.layers.*.input_layernorm and 2 more."""
+    """One rank's part of `model.layers.*.input_layernorm` and 2 more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """One rank's part of model.layers.*.self_attn."""
+    """One rank's part of `model.layers.*.self_attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -54,23 +54,23 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(64, 32 // tp.size(), bias=False)
         self.o_proj = nn.Linear(64 // tp.size(), 64, bias=False)
 
-    def forward(self, x: Tensor, x_2: Tensor, x_3: Tensor) -> Tensor:
-        """x: b/dp s 64; x_2: s 16; x_3: s 16 -> b/dp s 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: b/dp s 64; cos: s 16; sin: s 16 -> b/dp s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 4/tp s 16
         k = self.k_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 2/tp s 16
         v = self.v_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b/dp 2/tp s 16
         first, second = q.split(8, dim=-1)  # b/dp 4/tp s 8
-        q = q * x_2 + torch.cat((-second, first), dim=-1) * x_3
+        q = q * cos + torch.cat((-second, first), dim=-1) * sin
         first, second = k.split(8, dim=-1)  # b/dp 2/tp s 8
-        k = k * x_2 + torch.cat((-second, first), dim=-1) * x_3
+        k = k * cos + torch.cat((-second, first), dim=-1) * sin
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """One rank's part of model.layers.*.mlp."""
+    """One rank's part of `model.layers.*.mlp`."""
 
     PLACEMENTS: ClassVar = {
         "gate_proj.weight": {"tp": 0},
@@ -86,15 +86,15 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(128 // tp.size(), 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b/dp s 64 -> b/dp s 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+        """x: b/dp s 64 -> b/dp s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         x = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(x)
 
 
 class DecoderLayer(nn.Module):
-    """One rank's part of model.layers.*."""
+    """One rank's part of `model.layers.*`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -104,16 +104,16 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm()
         self.mlp = MLP(tp)
 
-    def forward(self, x: Tensor, x_2: Tensor, x_3: Tensor, x_4: Tensor) -> Tensor:
-        """x: b/dp s 64; x_2: s 16; x_3: s 16; x_4: b/dp s 64 -> b/dp s 64"""
-        x = x_4 + self.self_attn(self.input_layernorm(x), x_2, x_3)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, x_2: Tensor) -> Tensor:
+        """x: b/dp s 64; cos: s 16; sin: s 16; x_2: b/dp s 64, partial over tp -> b/dp s 64, partial over tp"""
+        x = x_2 + self.self_attn(self.input_layernorm(x), cos, sin)
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        x_2 = all_reduce(x, self.tp)
+        x_2 = all_reduce(x, self.tp)  # b/dp s 64
         return x + self.mlp(self.post_attention_layernorm(x_2))
 
 
 class Decoder(nn.Module):
-    """One rank's part of model."""
+    """One rank's part of `model`."""
 
     PLACEMENTS: ClassVar = {
         "embed_tokens.weight": {"tp": 0},
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: b/dp s -> b/dp s 64"""
-        x = vocab_embedding(tokens, self.embed_tokens.weight, 128, self.tp)  # b/dp s 64
+        x = vocab_embedding(tokens, self.embed_tokens.weight, 128, self.tp)  # b/dp s 64, partial over tp
         # each rank of tp keeps its share of dim 0 (32 B, 4 us forward)
         y = shard(torch.arange(0, 16, 2, dtype=torch.float32, device=tokens.device), dim=0, group=self.tp)  # 8/tp
         y_2 = torch.arange(tokens.shape[1], dtype=torch.float32, device=tokens.device).outer(
@@ -141,10 +141,10 @@ class Decoder(nn.Module):
         sin = y.sin()
         for layer in self.layers:
             # add up the partial sums of tp (16.0 KiB, 27 us forward)
-            x_2 = all_reduce(x, self.tp)
-            x = layer(x_2, cos, sin, x)
+            x_2 = all_reduce(x, self.tp)  # b/dp s 64
+            x = layer(x_2, cos, sin, x)  # b/dp s 64, partial over tp
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        x = all_reduce(x, self.tp)
+        x = all_reduce(x, self.tp)  # b/dp s 64
         return self.norm(x)
 
 
@@ -164,16 +164,16 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens: b/dp s; targets: b/dp s -> scalar"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         y = sum_gradient(self.model(tokens), self.tp)
         logits = self.lm_head(y)  # b/dp s 128/tp
         y = targets.flatten(0)  # b*s/dp
         # cross_entropy needs all of dim 1, which tp splits (32.0 KiB, 26 us forward, 4 us backward)
         y_2 = all_gather_invariant(logits.flatten(0, 1), dim=1, group=self.tp)  # b*s/dp 128
         # add up the partial sums of dp (8 B, 27 us forward)
-        y_3 = all_reduce((y != -100).sum(), self.dp)
+        y_3 = all_reduce((y != -100).sum(), self.dp)  # scalar
         # add up the partial sums of dp (4 B, 27 us forward)
-        return all_reduce(F.cross_entropy(y_2, y, reduction="sum") / y_3, self.dp)
+        return all_reduce(F.cross_entropy(y_2, y, reduction="sum") / y_3, self.dp)  # scalar
 
 
 def build(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Llama, Mesh, MicrobatchStep]:

@@ -2,7 +2,7 @@
 # Mesh dp=4.
 # Predicted step 1.5 ms (compute 363 us, collectives 823 us, gradient sums 279 us, optimizer 1 us), at most 643.5 KiB
 # per device.
-# Shapes in comments are a rank's own: b samples, 64/tp its share of 64 over axis tp.
+# Shapes in comments are a rank's own: b samples, 64/dp its share of 64 over axis dp.
 
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ BATCH_DIMS = {"x": 0, "targets": 0}  # the dim of each input that counts samples
 
 
 class Block(nn.Module):
-    """One rank's part of blocks.*."""
+    """One rank's part of `blocks.*`."""
 
     PLACEMENTS: ClassVar = {
         "up_proj.weight": {"dp": 0},
@@ -81,9 +81,9 @@ class MLP(nn.Module):
         head_weight = gather_parameter(self.head.weight, dim=0, group=self.dp)  # 16 64
         logits = F.linear(x, head_weight, self.head.bias)  # b/dp 16
         # add up the partial sums of dp (8 B, 31 us forward)
-        y = all_reduce((targets != -100).sum(), self.dp)
+        y = all_reduce((targets != -100).sum(), self.dp)  # scalar
         # add up the partial sums of dp (4 B, 31 us forward)
-        return all_reduce(F.cross_entropy(logits, targets, reduction="sum") / y, self.dp)
+        return all_reduce(F.cross_entropy(logits, targets, reduction="sum") / y, self.dp)  # scalar
 
 
 def build(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[MLP, Mesh, MicrobatchStep]:

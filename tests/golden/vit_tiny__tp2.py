@@ -1,6 +1,6 @@
 # Emitted by autoshard 0.1.0 from models/vit.py:vit_tiny for 1x2@A100-SXM-80GB. Yours to edit.
 # Mesh tp=2.
-# Predicted step 1.7 ms (compute 1.2 ms, collectives 585 us, optimizer 4 us, bubble 0 us), at most 3.3 MiB per device.
+# Predicted step 1.7 ms (compute 1.2 ms, collectives 585 us, optimizer 4 us), at most 3.3 MiB per device.
 # Shapes in comments are a rank's own: b samples, 64/tp its share of 64 over axis tp.
 
 from typing import ClassVar
@@ -23,7 +23,7 @@ BATCH_DIMS = {"images": 0, "targets": 0}  # the dim of each input that counts sa
 
 
 class Attention(nn.Module):
-    """One rank's part of blocks.*.attn."""
+    """One rank's part of `blocks.*.attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -44,20 +44,20 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(64 // tp.size(), 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b 17 64 -> b 17 64"""
-        # each rank of tp uses it for its part: add up the gradients (34.0 KiB, 27 us backward)
+        """x: b 17 64 -> b 17 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (34.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 4/tp 17 16
         k = self.k_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 4/tp 17 16
         v = self.v_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 4/tp 17 16
         y = F.scaled_dot_product_attention(q, k, v)
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        o_proj_bias = keep_one(self.o_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        o_proj_bias = keep_one(self.o_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(y.transpose(1, 2).flatten(2), self.o_proj.weight, o_proj_bias)
 
 
 class MLP(nn.Module):
-    """One rank's part of blocks.*.mlp."""
+    """One rank's part of `blocks.*.mlp`."""
 
     PLACEMENTS: ClassVar = {
         "up_proj.weight": {"tp": 0},
@@ -72,17 +72,17 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(256 // tp.size(), 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b 17 64 -> b 17 64"""
-        # each rank of tp uses it for its part: add up the gradients (34.0 KiB, 27 us backward)
+        """x: b 17 64 -> b 17 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (34.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         x = F.gelu(self.up_proj(x))
-        # to be added to partial sums over tp: count it once (256 B, 4 us forward)
-        down_proj_bias = keep_one(self.down_proj.bias, self.tp)
+        # it will be added to partial sums over tp: one rank adds it (256 B, 4 us forward)
+        down_proj_bias = keep_one(self.down_proj.bias, self.tp)  # 64, partial over tp
         return F.linear(x, self.down_proj.weight, down_proj_bias)
 
 
 class Block(nn.Module):
-    """One rank's part of blocks.*."""
+    """One rank's part of `blocks.*`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: b 17 64 -> b 17 64"""
         # add up the partial sums of tp (34.0 KiB, 27 us forward)
-        y = all_reduce(self.attn(self.attn_norm(x)), self.tp)
+        y = all_reduce(self.attn(self.attn_norm(x)), self.tp)  # b 17 64
         x = x + y
         # add up the partial sums of tp (34.0 KiB, 27 us forward)
-        y = all_reduce(self.mlp(self.mlp_norm(x)), self.tp)
+        y = all_reduce(self.mlp(self.mlp_norm(x)), self.tp)  # b 17 64
         return x + y
 
 
@@ -133,7 +133,7 @@ class ViT(nn.Module):
         x = all_gather_invariant(x, dim=2, group=self.tp)  # b 17 64
         for block in self.blocks:
             x = block(x)
-        # each rank of tp uses it for its part: add up the gradients (2.0 KiB, 27 us backward)
+        # each rank of tp uses this for its own part: in backward, add up the gradients (2.0 KiB, 27 us backward)
         y = sum_gradient(self.norm(x[:, 0]), self.tp)
         logits = self.head(y)  # b 8/tp
         # cross_entropy needs all of dim 1, which tp splits (256 B, 26 us forward, 4 us backward)

@@ -34,9 +34,9 @@ ROWS = [  # of each stage, in order: F forward, B backward of a microbatch
     "F0 B0 F1 B1",
 ]
 CROSSINGS = [
-    Crossing("logits", 0, 1, {}, {}),
-    Crossing("logits_2", 0, 1, {}, {}, gradient=False),
-    Crossing("logits_3", 0, 1, {}, {}, gradient=False),
+    Crossing("x", 0, 1, {}, {}),
+    Crossing("cos", 0, 1, {}, {}, gradient=False),
+    Crossing("sin", 0, 1, {}, {}, gradient=False),
 ]
 TIED = []
 
@@ -48,9 +48,9 @@ def crossing_shapes(
     b = inputs["tokens"][0]
     s = inputs["tokens"][1]
     return {
-        "logits": ((b, s, 64), dtype or torch.float32),
-        "logits_2": ((s, 16), dtype or torch.float32),
-        "logits_3": ((s, 16), dtype or torch.float32),
+        "x": ((b, s, 64), dtype or torch.float32),
+        "cos": ((s, 16), dtype or torch.float32),
+        "sin": ((s, 16), dtype or torch.float32),
     }
 
 

@@ -14,7 +14,7 @@ from operators import vocab_embedding
 
 
 class RMSNorm(nn.Module):
-    """One rank's part of model.layers.*.input_layernorm and one more."""
+    """One rank's part of `model.layers.*.input_layernorm` and one more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """One rank's part of model.layers.*.self_attn."""
+    """One rank's part of `model.layers.*.self_attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -43,23 +43,23 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(64, 32 // tp.size(), bias=False)
         self.o_proj = nn.Linear(64 // tp.size(), 64, bias=False)
 
-    def forward(self, x: Tensor, x_2: Tensor, x_3: Tensor) -> Tensor:
-        """x: b s 64; x_2: s 16; x_3: s 16 -> b s 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: b s 64; cos: s 16; sin: s 16 -> b s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 4/tp s 16
         k = self.k_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 2/tp s 16
         v = self.v_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 2/tp s 16
         first, second = q.split(8, dim=-1)  # b 4/tp s 8
-        q = q * x_2 + torch.cat((-second, first), dim=-1) * x_3
+        q = q * cos + torch.cat((-second, first), dim=-1) * sin
         first, second = k.split(8, dim=-1)  # b 2/tp s 8
-        k = k * x_2 + torch.cat((-second, first), dim=-1) * x_3
+        k = k * cos + torch.cat((-second, first), dim=-1) * sin
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """One rank's part of model.layers.*.mlp."""
+    """One rank's part of `model.layers.*.mlp`."""
 
     PLACEMENTS: ClassVar = {
         "gate_proj.weight": {"tp": 0},
@@ -75,15 +75,15 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(128 // tp.size(), 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b s 64 -> b s 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+        """x: b s 64 -> b s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         x = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(x)
 
 
 class DecoderLayer(nn.Module):
-    """One rank's part of model.layers.*."""
+    """One rank's part of `model.layers.*`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -93,16 +93,16 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm()
         self.mlp = MLP(tp)
 
-    def forward(self, x: Tensor, x_2: Tensor, x_3: Tensor, x_4: Tensor) -> Tensor:
-        """x: b s 64; x_2: s 16; x_3: s 16; x_4: b s 64 -> b s 64"""
-        x = x_4 + self.self_attn(self.input_layernorm(x), x_2, x_3)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, x_2: Tensor) -> Tensor:
+        """x: b s 64; cos: s 16; sin: s 16; x_2: b s 64, partial over tp -> b s 64, partial over tp"""
+        x = x_2 + self.self_attn(self.input_layernorm(x), cos, sin)
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        x_2 = all_reduce(x, self.tp)
+        x_2 = all_reduce(x, self.tp)  # b s 64
         return x + self.mlp(self.post_attention_layernorm(x_2))
 
 
 class Decoder(nn.Module):
-    """One rank's part of model."""
+    """One rank's part of `model`."""
 
     PLACEMENTS: ClassVar = {
         "embed_tokens.weight": {"tp": 0},
@@ -115,8 +115,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(tp) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens: b s -> s 16, s 16, b s 64"""
-        x = vocab_embedding(tokens, self.embed_tokens.weight, 128, self.tp)  # b s 64
+        """tokens: b s -> s 16, s 16, b s 64, partial over tp"""
+        x = vocab_embedding(tokens, self.embed_tokens.weight, 128, self.tp)  # b s 64, partial over tp
         # each rank of tp keeps its share of dim 0 (32 B, 4 us forward)
         y = shard(torch.arange(0, 16, 2, dtype=torch.float32, device=tokens.device), dim=0, group=self.tp)  # 8/tp
         y_2 = torch.arange(tokens.shape[1], dtype=torch.float32, device=tokens.device).outer(
@@ -129,8 +129,8 @@ class Decoder(nn.Module):
         sin = y.sin()
         for layer in self.layers:
             # add up the partial sums of tp (16.0 KiB, 27 us forward)
-            x_2 = all_reduce(x, self.tp)
-            x = layer(x_2, cos, sin, x)
+            x_2 = all_reduce(x, self.tp)  # b s 64
+            x = layer(x_2, cos, sin, x)  # b s 64, partial over tp
         return cos, sin, x
 
 
@@ -146,5 +146,5 @@ class Llama(nn.Module):
         """tokens: b s -> b s 64, s 16, s 16"""
         y, y_2, y_3 = self.model(tokens)  # s 16
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        logits = all_reduce(y_3, self.tp)
+        logits = all_reduce(y_3, self.tp)  # b s 64
         return logits, y, y_2

@@ -13,7 +13,7 @@ from collectives import all_gather_invariant, all_reduce, sum_gradient
 
 
 class RMSNorm(nn.Module):
-    """One rank's part of model.layers.*.input_layernorm and 2 more."""
+    """One rank's part of `model.layers.*.input_layernorm` and 2 more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """One rank's part of model.layers.*.self_attn."""
+    """One rank's part of `model.layers.*.self_attn`."""
 
     PLACEMENTS: ClassVar = {
         "q_proj.weight": {"tp": 0},
@@ -42,23 +42,23 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(64, 32 // tp.size(), bias=False)
         self.o_proj = nn.Linear(64 // tp.size(), 64, bias=False)
 
-    def forward(self, x: Tensor, logits_2: Tensor, logits_3: Tensor) -> Tensor:
-        """x: b s 64; logits_2: s 16; logits_3: s 16 -> b s 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: b s 64; cos: s 16; sin: s 16 -> b s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         q = self.q_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 4/tp s 16
         k = self.k_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 2/tp s 16
         v = self.v_proj(x).unflatten(2, (-1, 16)).transpose(1, 2)  # b 2/tp s 16
         first, second = q.split(8, dim=-1)  # b 4/tp s 8
-        q = q * logits_2 + torch.cat((-second, first), dim=-1) * logits_3
+        q = q * cos + torch.cat((-second, first), dim=-1) * sin
         first, second = k.split(8, dim=-1)  # b 2/tp s 8
-        k = k * logits_2 + torch.cat((-second, first), dim=-1) * logits_3
+        k = k * cos + torch.cat((-second, first), dim=-1) * sin
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """One rank's part of model.layers.*.mlp."""
+    """One rank's part of `model.layers.*.mlp`."""
 
     PLACEMENTS: ClassVar = {
         "gate_proj.weight": {"tp": 0},
@@ -74,15 +74,15 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(128 // tp.size(), 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: b s 64 -> b s 64"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
+        """x: b s 64 -> b s 64, partial over tp"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
         x = sum_gradient(x, self.tp)
         x = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(x)
 
 
 class DecoderLayer(nn.Module):
-    """One rank's part of model.layers.*."""
+    """One rank's part of `model.layers.*`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
@@ -92,28 +92,28 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm()
         self.mlp = MLP(tp)
 
-    def forward(self, x: Tensor, logits_2: Tensor, logits_3: Tensor) -> Tensor:
-        """x: b s 64; logits_2: s 16; logits_3: s 16 -> b s 64"""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: b s 64; cos: s 16; sin: s 16 -> b s 64"""
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        y = all_reduce(self.self_attn(self.input_layernorm(x), logits_2, logits_3), self.tp)
+        y = all_reduce(self.self_attn(self.input_layernorm(x), cos, sin), self.tp)  # b s 64
         x = x + y
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        y = all_reduce(self.mlp(self.post_attention_layernorm(x)), self.tp)
+        y = all_reduce(self.mlp(self.post_attention_layernorm(x)), self.tp)  # b s 64
         return x + y
 
 
 class Decoder(nn.Module):
-    """One rank's part of model."""
+    """One rank's part of `model`."""
 
     def __init__(self, tp: ProcessGroup) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(i): DecoderLayer(tp) for i in range(2, 4)})
         self.norm = RMSNorm()
 
-    def forward(self, x: Tensor, logits_2: Tensor, logits_3: Tensor) -> Tensor:
-        """x: b s 64; logits_2: s 16; logits_3: s 16 -> b s 64"""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: b s 64; cos: s 16; sin: s 16 -> b s 64"""
         for layer in self.layers.values():
-            x = layer(x, logits_2, logits_3)
+            x = layer(x, cos, sin)
         return self.norm(x)
 
 
@@ -130,10 +130,10 @@ class Llama(nn.Module):
         self.model = Decoder(tp)
         self.lm_head = nn.Linear(64, 128 // tp.size(), bias=False)
 
-    def forward(self, targets: Tensor, logits: Tensor, logits_2: Tensor, logits_3: Tensor) -> Tensor:
-        """targets: b s; logits: b s 64; logits_2: s 16; logits_3: s 16 -> scalar"""
-        # each rank of tp uses it for its part: add up the gradients (16.0 KiB, 27 us backward)
-        y = sum_gradient(self.model(logits, logits_2, logits_3), self.tp)
+    def forward(self, targets: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """targets: b s; x: b s 64; cos: s 16; sin: s 16 -> scalar"""
+        # each rank of tp uses this for its own part: in backward, add up the gradients (16.0 KiB, 27 us backward)
+        y = sum_gradient(self.model(x, cos, sin), self.tp)
         logits = self.lm_head(y)  # b s 128/tp
         # reshape needs all of dim 2, which tp splits (32.0 KiB, 26 us forward, 4 us backward)
         logits = all_gather_invariant(logits, dim=2, group=self.tp)  # b s 128
