@@ -84,6 +84,11 @@ class LineNames:
             self._line_hints(start, stop, found)
             start = stop
         for item in self.body.items:
+            if isinstance(item, Body) and len(item.outputs) > 1:
+                returned = self.written[item.path, item.call].returned
+                for output, held in zip(item.outputs, returned, strict=True):
+                    if held:
+                        found.setdefault(output, held)
             if isinstance(item, Plain):
                 for name, hint in zip(item.results, self._inner_hints(item), strict=False):
                     if name and hint:
@@ -107,7 +112,7 @@ class LineNames:
             returned = self.written[last.path, last.call].returned if isinstance(last, Body) else ()
             if isinstance(last, Body) and len(last.outputs) > 1:  # a tuple under one name: by what it holds
                 found.update({name: held for name, held in zip(last.outputs, returned, strict=True) if held})
-            else:
+            elif self.elsewhere.get(made[-1], targets[0]) == targets[0]:
                 found[made[-1]] = targets[0]
 
     def _inner_hints(self, item: Plain) -> Sequence[str]:

@@ -144,7 +144,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens: b s -> b s 64, s 16, s 16"""
-        y, y_2, y_3 = self.model(tokens)  # s 16
+        cos, sin, x = self.model(tokens)  # s 16
         # add up the partial sums of tp (16.0 KiB, 27 us forward)
-        logits = all_reduce(y_3, self.tp)  # b s 64
-        return logits, y, y_2
+        x = all_reduce(x, self.tp)  # b s 64
+        return x, cos, sin
