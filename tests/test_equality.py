@@ -67,7 +67,7 @@ def test_training_is_equal(model: str, name: str, record_property: Callable[[str
     assert errors.equal(TOLERANCE), str(errors)
 
 
-@pytest.mark.parametrize("name", ["dp2_tp2", "pp2_dp2", "zero3"])
+@pytest.mark.parametrize("name", ["zero3", "pp2_dp2_tp2"])
 def test_batch_and_sequence_are_symbols(name: str) -> None:
     """What was compiled for 8 samples of 32 tokens trains on 12 of 24."""
     found = subject("gpt_tiny")
