@@ -4,9 +4,10 @@ import ast
 import contextlib
 import json as json_text
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -146,16 +147,20 @@ def demo_command(
     ] = None,
 ) -> None:
     """The main job on this machine's CPU: a small GPT trained on one process and, emitted, on four."""
-    with _refusals():
+    with _refusals(sys.stdout):
         code = run_demo(out, steps)
     raise typer.Exit(code)
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Refusals are printed in words and end the command with their exit code."""
+def _refusals(prints: TextIO | None = None) -> Iterator[None]:
+    """Refusals are printed in words and end the command with their exit code.
+
+    prints: where code inside prints to, the user's too; left out: not among what the command answers.
+    """
     try:
-        yield
+        with contextlib.redirect_stdout(prints or sys.stderr):
+            yield
     except AutoshardError as error:
         typer.echo(f"autoshard: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
