@@ -123,6 +123,19 @@ class Running:
                 path, _, last = name.rpartition(".")
                 model.get_submodule(path)._buffers[last] = buffer
 
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the user's gradients by their norm over all ranks. All ranks call it together."""
+        for own, emitted in self.pairs:
+            emitted.grad = own.grad
+        try:
+            norm: Tensor = self.parameters.clip_grad_norm(
+                self.module, self.mesh, max_norm, counted_elsewhere=self.step.counted_elsewhere
+            )
+        finally:
+            for _, emitted in self.pairs:
+                emitted.grad = None
+        return norm
+
     def full_state(self) -> dict[str, Tensor]:
         """The whole state dict, on the CPU of every rank. All ranks call it together."""
         own = {name: value.detach() for name, value in self.parameters.full_state(self.module, self.mesh).items()}

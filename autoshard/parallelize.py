@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from autoshard.cluster import Cluster
@@ -114,6 +115,18 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         model.load_state_dict(state)
     else:
         running.parameters.load_full(running.module, running.mesh, state)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale a model's gradients to a 2-norm of at most `max_norm` over all ranks; returns the norm before.
+
+    In place of torch.nn.utils.clip_grad_norm_, which sees only this rank's parts and would scale each rank otherwise.
+    All ranks call it together. In one process it is torch's.
+    """
+    running = _running(model)
+    if running is None:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return running.clip(max_norm)
 
 
 def _running(model: nn.Module) -> Running | None:

@@ -97,8 +97,8 @@ _SKIPPED = frozenset({"layout", "device", "pin_memory", "memory_format", "non_bl
 
 def schema(node: LocalNode) -> Any:
     """The operator's schema."""
-    _, name, overload = node.target.split(".")
-    return getattr(getattr(torch.ops.aten, name), overload)._schema
+    namespace, name, overload = node.target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)._schema
 
 
 def further(
