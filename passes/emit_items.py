@@ -7,7 +7,7 @@ from autoshard.passes import emit_helpers, emit_ops, emit_views
 from autoshard.passes.emit_expression import ATOM, Expression
 from autoshard.passes.emit_scope import symbols_of
 from autoshard.passes.emit_tree import Item, Plain
-from autoshard.passes.local import LocalTensor, Ref
+from autoshard.passes.local import LocalTensor, refs
 
 WRITERS = {**emit_ops.WRITERS, **emit_views.WRITERS, **emit_helpers.WRITERS}
 
@@ -38,15 +38,6 @@ def reads(item: Item) -> Iterator[str]:
         yield from refs(tuple(item.node.arguments.values()))
     else:
         yield from item.operands
-
-
-def refs(argument: Any) -> Iterator[str]:
-    """Tensors that stand in an argument."""
-    if isinstance(argument, Ref):
-        yield argument.name
-    elif isinstance(argument, (tuple, list)):
-        for item in argument:
-            yield from refs(item)
 
 
 def is_list(item: Item) -> bool:

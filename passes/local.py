@@ -85,15 +85,16 @@ class LocalNode:
 
     def operands(self) -> tuple[str, ...]:
         """Names of the tensors it reads, each once, in order."""
-        return tuple(dict.fromkeys(_refs(tuple(self.arguments.values()))))
+        return tuple(dict.fromkeys(refs(tuple(self.arguments.values()))))
 
 
-def _refs(argument: Any) -> Iterator[str]:
+def refs(argument: Any) -> Iterator[str]:
+    """Names of the tensors that stand in an argument, each as often as it does."""
     if isinstance(argument, Ref):
         yield argument.name
     elif isinstance(argument, (tuple, list)):
         for item in argument:
-            yield from _refs(item)
+            yield from refs(item)
 
 
 @dataclass(frozen=True)
