@@ -131,3 +131,9 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     version: int = PLAN_VERSION
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Device -> rank in the emitted program: the devices that the plan uses, in order."""
+        used = sorted({device for stage in self.stages for device in stage.mesh.devices})
+        return {device: rank for rank, device in enumerate(used)}

@@ -118,8 +118,8 @@ def _reference(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
 
 
 def _stage_of(rank: int, plan: Plan) -> int:
-    used = sorted(device for stage in plan.stages for device in stage.mesh.devices)
-    return next(number for number, stage in enumerate(plan.stages) if used[rank] in stage.mesh.devices)
+    places = enumerate(plan.stages)
+    return next(number for number, stage in places if rank in {plan.ranks[device] for device in stage.mesh.devices})
 
 
 def _named(call: Watched, expected: Sequence[Made]) -> Iterator[tuple[str, Tensor]]:
@@ -149,8 +149,7 @@ def _first_in_forward(
     found: Mapping[tuple[int, str], Mapping[int, Tensor]],
     reference: Values,
 ) -> str | None:
-    used = sorted(device for stage in plan.stages for device in stage.mesh.devices)
-    ranks = {device: rank for rank, device in enumerate(used)}
+    ranks = plan.ranks
     nodes = {node.name: node for node in program.graph.nodes}
     for stage in local.stages:
         for node in stage.nodes:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from torch import fx
+
 from autoshard.passes.inter_options import MeshShape
 from autoshard.passes.segment import Chain, Segment
 from autoshard.placement import Layout, product
@@ -24,18 +26,18 @@ class Traced:
     chain: Chain
 
     @cached_property
-    def nodes(self) -> Mapping[str, object]:
+    def nodes(self) -> Mapping[str, fx.Node]:
         """The program's nodes by name."""
         return {node.name: node for node in self.program.graph.nodes}
 
     def values(self, segment: Segment) -> Iterator[tuple[Value, ...]]:
         """What each operator of a segment reads."""
         for name in segment.nodes:
-            yield operand_values(self.nodes[name])  # type: ignore[arg-type]
+            yield operand_values(self.nodes[name])
 
     def kinds(self, segment: Segment) -> tuple[str, ...]:
         """The operators of a segment."""
-        return tuple(operator_name(self.nodes[name]) for name in segment.nodes)  # type: ignore[arg-type]
+        return tuple(operator_name(self.nodes[name]) for name in segment.nodes)
 
     def crossing(self, start: int, stop: int, target: int) -> tuple[Value, ...]:
         """Values made in segments [start, stop) and read from `target` on, in the order of their first reading."""

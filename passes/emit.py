@@ -48,7 +48,7 @@ def emit(program: Program, plan: Plan, local: LocalProgram, constants: Mapping[s
         autoescape=False,
     )  # fmt: skip
     common: dict[str, Any] = {
-        "world_size": len(_ranks(plan)),
+        "world_size": len(plan.ranks),
         "microbatches": plan.microbatches,
         "batch_dims": repr({given.name: given.batch_dim for given in program.inputs.values()}),
         "dtype": str(dtype),
@@ -110,7 +110,7 @@ def _pipeline(
             header=_wrapped(header), imports=_imports(text.imports, text.classes, ()), classes=text.classes
         )
         files[f"{name}.py"] = formatted(_spaced(source), f"{name}.py")
-        ranks = [_ranks(plan)[device] for device in plan.stages[stage.number].mesh.devices]
+        ranks = [plan.ranks[device] for device in plan.stages[stage.number].mesh.devices]
         wirings.append(
             StageWiring(
                 name, text.root.name, repr(_mesh(stage)), _listed(ranks), repr(text.root.axes),
@@ -138,12 +138,6 @@ def _pipeline(
     )
     files["model.py"] = formatted(_spaced(source), "model.py")
     return files
-
-
-def _ranks(plan: Plan) -> dict[int, int]:
-    """Device -> rank: the devices that the plan uses, in order."""
-    used = sorted({device for stage in plan.stages for device in stage.mesh.devices})
-    return {device: rank for rank, device in enumerate(used)}
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -18,8 +18,7 @@ from autoshard.passes.local import LocalNode
 
 def _dropout(node: LocalNode, scope: Scope) -> Expression:
     name = node.arguments.get("input", node.arguments.get("self")).name
-    axes = dict.fromkeys(axis for extent in scope.tensor(name).dims for axis in extent.axes)
-    given = [scope.ref(name).text, text(node.arguments["p"], scope), "self.training", *map(scope.group, axes)]
+    given = [scope.ref(name).text, text(node.arguments["p"], scope), "self.training", *_splitting(name, scope)]
     return Expression(f"{scope.uses('operators', 'dropout')}({', '.join(given)})")
 
 
@@ -28,12 +27,18 @@ def _attention(node: LocalNode, scope: Scope) -> Expression:
     if node.arguments.get("dropout_p", 0.0) == 0:
         return called(node, scope)
     tensors = [text(node.arguments[name], scope) for name in ("query", "key", "value")]
-    axes = dict.fromkeys(axis for extent in scope.tensor(node.arguments["query"].name).dims for axis in extent.axes)
-    given = [*tensors, text(node.arguments["dropout_p"], scope), "self.training", *map(scope.group, axes)]
+    groups = _splitting(node.arguments["query"].name, scope)
+    given = [*tensors, text(node.arguments["dropout_p"], scope), "self.training", *groups]
     for name, default in (("attn_mask", None), ("is_causal", False), ("scale", None), ("enable_gqa", False)):
         if node.arguments.get(name, default) is not default:
             given.append(f"{name}={text(node.arguments[name], scope)}")
     return Expression(f"{scope.uses('operators', 'attention_with_dropout')}({', '.join(given)})")
+
+
+def _splitting(name: str, scope: Scope) -> list[str]:
+    """Groups of the axes that split a tensor."""
+    axes = dict.fromkeys(axis for extent in scope.tensor(name).dims for axis in extent.axes)
+    return [scope.group(axis) for axis in axes]
 
 
 def _groups(node: LocalNode, scope: Scope) -> list[str]:
